@@ -1,0 +1,66 @@
+"""What one replica made of one call: a frozen value that travels into answers and records.
+
+Outcome words are fixed by the gateway's interface: ok, failed, timeout, unreachable, wedged,
+skipped.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+
+class Result(StrEnum):
+    """How a replica's call ended."""
+
+    OK = "ok"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    UNREACHABLE = "unreachable"
+    WEDGED = "wedged"
+    SKIPPED = "skipped"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica's part of a fan-out.
+
+    `elapsed_s` is in seconds; `answer` is the decoded JSON body of a 2xx answer and is never
+    stored or shown.
+    """
+
+    outcome: Result
+    status: int | None = None
+    detail: str | None = None
+    elapsed_s: float = 0.0
+    answer: Any = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the replica did what it was asked."""
+        return self.outcome is Result.OK
+
+    def public(self) -> dict[str, Any]:
+        """Return the four fields of the error shape."""
+        return {
+            "outcome": self.outcome.value,
+            "status": self.status,
+            "detail": self.detail,
+            "elapsed_s": round(self.elapsed_s, 6),
+        }
+
+
+def skipped(detail: str) -> Outcome:
+    """Return the outcome of a replica that was not called, and why."""
+    return Outcome(outcome=Result.SKIPPED, detail=detail)
+
+
+def describe_failures(outcomes: dict[str, Outcome]) -> str:
+    """Return `id: detail` of every replica that did not do what it was asked, in one line."""
+    return "; ".join(
+        f"{replica}: {outcome.outcome.value}"
+        + (f" ({outcome.detail})" if outcome.detail else "")
+        for replica, outcome in outcomes.items()
+        if not outcome.ok and outcome.outcome is not Result.SKIPPED
+    )
