@@ -1,0 +1,144 @@
+"""One vLLM server as the fleet knows it: frozen facts, and the state that follows from them.
+
+A state is never stored. It is derived by `state_of` from facts that each have one owner: what
+probing saw (topology, instance, lost, asleep), what rounds did (holds, fence, wedged, session),
+what an operator asked (draining). So no two parts of the program can disagree about it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class ReplicaState(StrEnum):
+    """Every state that an operator can see; the words are fixed by the gateway's interface."""
+
+    JOINING = "joining"
+    READY = "ready"
+    PAUSED = "paused"
+    ASLEEP = "asleep"
+    UPDATING = "updating"
+    STALE = "stale"
+    FENCED = "fenced"
+    WEDGED = "wedged"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+class Topology(msgspec.Struct, frozen=True, kw_only=True):
+    """How many workers a server adds to a group, and with which servers it shares a deployment.
+
+    `workers` is what the server's /get_world_size answers (TP x PP, and x DP where the server
+    counts it). Servers with the same `deployment` are one deployment behind an external load
+    balancer and share one rank offset; `counts_deployment` says that `workers` already covers
+    all of it (expert parallel), `servers` how many servers it has (None: those we know).
+    Source: vllm/config/parallel.py and distributed/weight_transfer/nccl_common.py, 0.32.
+    """
+
+    workers: int = 1
+    deployment: str | None = None
+    counts_deployment: bool = False
+    servers: int | None = None
+    index: int | None = None
+
+
+class Sleep(msgspec.Struct, frozen=True, kw_only=True):
+    """A sleeping server: its level and which of `weights`, `kv_cache` are awake again."""
+
+    level: int
+    awake: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether every part is awake again."""
+        return self.level == 0 or {"weights", "kv_cache"} <= set(self.awake)
+
+
+class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The facts about one replica that the whole fleet must agree on.
+
+    `holds` is the index of the commit whose weights the replica is known to hold (0: the weights
+    it booted with, before any commit); None means that nobody knows or that it missed one.
+    Times are seconds since the epoch.
+    """
+
+    id: str
+    url: str
+    joined_at: float = 0.0
+    topology: Topology | None = None
+    backend: str | None = None
+    instance: str | None = None
+    version: str | None = None
+    refusal: str | None = None
+    holds: int | None = None
+    fence: str | None = None
+    wedged: str | None = None
+    lost: str | None = None
+    draining: bool = False
+    paused: bool = False
+    sleep: Sleep | None = None
+    session_open: bool = False
+    since: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether probing has seen this server's topology."""
+        return self.topology is not None
+
+    @property
+    def reachable(self) -> bool:
+        """Whether a call to this server has a chance of being answered now."""
+        return self.lost is None and self.wedged is None
+
+    def may_join_group(self) -> bool:
+        """Whether the next init takes this replica in; a full update heals stale and fenced."""
+        return self.known and self.reachable and not self.draining and self.refusal is None
+
+
+def why_left_out(replica: Replica) -> str | None:
+    """Return why the next init leaves this replica out, or None if it takes it."""
+    if replica.may_join_group():
+        return None
+    reasons = (replica.refusal, replica.wedged, replica.lost)
+    return next((r for r in reasons if r), "draining" if replica.draining else "not probed yet")
+
+
+def state_of(
+    replica: Replica, *, commit_index: int, updating: bool, fleet_paused: bool
+) -> tuple[ReplicaState, str]:
+    """Return the replica's state and the reason for it.
+
+    `updating` says that the replica is inside start..finish of the open round; `fleet_paused`
+    that the trainer or the open round has paused the fleet. The first fact that forbids
+    serving wins, the gravest first.
+    """
+    checks: tuple[tuple[bool, ReplicaState, str], ...] = (
+        (replica.lost is not None, ReplicaState.GONE, replica.lost or ""),
+        (replica.wedged is not None, ReplicaState.WEDGED, replica.wedged or ""),
+        (replica.refusal is not None, ReplicaState.FENCED, replica.refusal or ""),
+        (not replica.known, ReplicaState.JOINING, "not probed yet"),
+        (replica.draining, ReplicaState.DRAINING, "an operator asked for it"),
+        (updating, ReplicaState.UPDATING, "inside start..finish of the open round"),
+        (replica.fence is not None, ReplicaState.FENCED, replica.fence or ""),
+        (replica.sleep is not None, ReplicaState.ASLEEP, _sleep_reason(replica.sleep)),
+        (
+            replica.holds != commit_index,
+            ReplicaState.STALE,
+            "does not hold the committed version; the next full update brings it in",
+        ),
+        (
+            fleet_paused or replica.paused,
+            ReplicaState.PAUSED,
+            "paused" if replica.paused else "the fleet is paused",
+        ),
+    )
+    return next(((s, why) for hit, s, why in checks if hit), (ReplicaState.READY, ""))
+
+
+def _sleep_reason(sleep: Sleep | None) -> str:
+    if sleep is None:
+        return ""
+    woken = ", ".join(sleep.awake) or "nothing"
+    return f"sleep level {sleep.level}, awake: {woken}"
