@@ -1,0 +1,96 @@
+"""The place for everything that the fleet must not forget, behind one contract (base.py).
+
+`open_store` is the way in; it decides by the URL. What this package does not do: rules. It
+compares stamps and swaps values (base.py says why).
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final, cast
+from urllib.parse import SplitResult, parse_qs, urlsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from fleet.store.base import PERMANENT_KEYS, Entry, Record, Store
+from fleet.store.embedded import open_engine
+from fleet.store.redis import ANSWER_TIMEOUT_S, RedisStore
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from fleet.store.redis import Commands
+
+__all__ = ["PERMANENT_KEYS", "Entry", "Record", "Store", "check_store_url", "open_store"]
+
+_SCHEMES: Final = ("memory", "redis", "rediss", "unix")
+_OPTIONS: Final = frozenset({"db", "username", "password", "ssl_ca_certs", "ssl_cert_reqs"})
+_MAX_CONNECTIONS: Final = 10_000  # each follower holds one; running out must not stop a round
+
+
+def check_store_url(url: str) -> None:
+    """Raise ValueError with one clear line unless `open_store` can take the URL."""
+    parts = urlsplit(url)
+    if parts.scheme not in _SCHEMES:
+        raise ValueError(_refusal(parts.scheme))
+    _check_parts(parts)
+
+
+@asynccontextmanager
+async def open_store(url: str, fleet_name: str) -> AsyncGenerator[Store]:
+    """Open the store of one fleet; it connects at the first use, not here.
+
+    URLs: `memory://` (private to this opening), `memory://name` (shared within the process),
+    `redis://`, `rediss://` and `unix://` with password and db as redis-py reads them. Raises
+    ValueError for any other.
+    """
+    check_store_url(url)
+    parts = urlsplit(url)
+    commands = open_engine(parts.netloc) if parts.scheme == "memory" else _open_redis(url)
+    async with commands as opened:
+        yield RedisStore(opened, fleet_name, _where(parts))
+
+
+@asynccontextmanager
+async def _open_redis(url: str) -> AsyncGenerator[Commands]:
+    # Retries are the store's own (reads only), and RESP2 is what the embedded engine answers in.
+    client = Redis.from_url(
+        url,
+        socket_connect_timeout=ANSWER_TIMEOUT_S,
+        socket_timeout=ANSWER_TIMEOUT_S,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+        max_connections=_MAX_CONNECTIONS,
+    )
+    async with client:
+        yield cast("Commands", client)
+
+
+def _refusal(scheme: str) -> str:
+    known = ", ".join(f"{name}://" for name in _SCHEMES)
+    if "sentinel" in scheme or "cluster" in scheme:
+        return f"{scheme}:// is not available in this version; use one of {known}"
+    return f"unknown store scheme {scheme!r}; use one of {known}"
+
+
+def _check_parts(parts: SplitResult) -> None:
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(
+            f"the store's port is not a number up to 65535: {_where(parts)}"
+        ) from error
+    if parts.scheme == "memory" and (parts.path.strip("/") or parts.query):
+        raise ValueError("memory:// takes at most a name: memory://name")
+    if "," in parts.netloc:
+        raise ValueError("several Redis hosts (cluster) are not available in this version; use one")
+    unknown = sorted(set(parse_qs(parts.query)) - _OPTIONS)
+    if unknown:
+        raise ValueError(f"unknown store option {unknown[0]!r}; use one of {sorted(_OPTIONS)}")
+
+
+def _where(parts: SplitResult) -> str:
+    """Return the URL without password and options, fit for messages."""
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
