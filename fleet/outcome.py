@@ -59,8 +59,7 @@ def skipped(detail: str) -> Outcome:
 def describe_failures(outcomes: dict[str, Outcome]) -> str:
     """Return `id: detail` of every replica that did not do what it was asked, in one line."""
     return "; ".join(
-        f"{replica}: {outcome.outcome.value}"
-        + (f" ({outcome.detail})" if outcome.detail else "")
+        f"{replica}: {outcome.outcome.value}" + (f" ({outcome.detail})" if outcome.detail else "")
         for replica, outcome in outcomes.items()
         if not outcome.ok and outcome.outcome is not Result.SKIPPED
     )

@@ -1,0 +1,175 @@
+"""What can happen to a weight update (events) and what must then be done (actions).
+
+Values only. `rounds.py` holds the table and the rules that turn one into the other; the
+coordinator turns actions back into events.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fleet.outcome import Outcome
+from fleet.state import Group, Round
+
+# ---- events ------------------------------------------------------------------------------------
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened; `now` is in seconds since the epoch."""
+
+    now: float
+
+
+class InitRequested(Event, frozen=True, kw_only=True):
+    """A trainer wants a group; `group` is already laid out and checked."""
+
+    group: Group
+
+
+class StartRequested(Event, frozen=True, kw_only=True):
+    """A trainer opens a weight update. `auto_pause` is False with FLEET_PAUSE_ON_UPDATE=off."""
+
+    by: str
+    draft: bool = False
+    auto_pause: bool = True
+
+
+class UpdateRequested(Event, frozen=True, kw_only=True):
+    """A trainer sends weights; `announces` says that the body names tensors."""
+
+    announces: bool = False
+
+
+class FinishRequested(Event, frozen=True, kw_only=True):
+    """A trainer closes the update; `version` is its own label, `full` what the names cover."""
+
+    full: bool
+    version: str | None = None
+    auto_version: bool = True
+
+
+class ShutdownRequested(Event, frozen=True, kw_only=True):
+    """A trainer gives its group back."""
+
+
+class ResetRequested(Event, frozen=True, kw_only=True):
+    """An operator abandons whatever is open; `silent` are members whose calls are in flight."""
+
+    by: str
+    silent: tuple[str, ...] = ()
+
+
+class Answered(Event, frozen=True, kw_only=True):
+    """A fan-out is over: one outcome per replica, `elapsed_s` of wall time."""
+
+    outcomes: dict[str, Outcome]
+    elapsed_s: float = 0.0
+
+
+class InitArrived(Answered, frozen=True, kw_only=True):
+    """Every member has joined the group."""
+
+
+class InitFailed(Answered, frozen=True, kw_only=True):
+    """Some member has not joined the group."""
+
+
+class PauseArrived(Answered, frozen=True, kw_only=True):
+    """Every member that had to be paused is paused."""
+
+
+class PauseFailed(Answered, frozen=True, kw_only=True):
+    """Some member did not pause."""
+
+
+class StartArrived(Answered, frozen=True, kw_only=True):
+    """Every member has an open session."""
+
+
+class StartFailed(Answered, frozen=True, kw_only=True):
+    """Some member refused to open a session."""
+
+
+class Undone(Answered, frozen=True, kw_only=True):
+    """What a refused pause or start had done is taken back."""
+
+
+class UpdateArrived(Answered, frozen=True, kw_only=True):
+    """Every member has loaded what was sent."""
+
+
+class UpdateFailed(Answered, frozen=True, kw_only=True):
+    """Some member has not loaded what was sent: nobody knows who holds what."""
+
+
+class FinishArrived(Answered, frozen=True, kw_only=True):
+    """Every member has arrived at the barrier: the version commits."""
+
+
+class FinishFailed(Answered, frozen=True, kw_only=True):
+    """Some member did not arrive at the barrier: nothing commits."""
+
+
+class Resumed(Answered, frozen=True, kw_only=True):
+    """The round's own pause is lifted (or was not there); `cleared` says that no cache is old."""
+
+    cleared: bool = True
+
+
+# ---- actions -----------------------------------------------------------------------------------
+
+
+class Action(msgspec.Struct, frozen=True, kw_only=True):
+    """Something the coordinator must do; actions of one step are carried out in order."""
+
+    targets: tuple[str, ...] = ()
+
+
+class Archive(Action, frozen=True, kw_only=True):
+    """Keep the record of a round that is over."""
+
+    round: Round
+
+
+class CloseSessions(Action, frozen=True, kw_only=True):
+    """Send a bare finish where a session may still be open; a 500 is fine."""
+
+
+class SendInit(Action, frozen=True, kw_only=True):
+    """Let every member join the group, all at once."""
+
+
+class SendPause(Action, frozen=True, kw_only=True):
+    """Close the gate, then pause these members (none: only wait for rollouts to leave)."""
+
+
+class SendStart(Action, frozen=True, kw_only=True):
+    """Open a session on every member."""
+
+    draft: bool
+
+
+class SendUndo(Action, frozen=True, kw_only=True):
+    """Close the sessions of `targets` again, then resume `resume`."""
+
+    resume: tuple[str, ...]
+
+
+class SendUpdate(Action, frozen=True, kw_only=True):
+    """Send the trainer's bytes to every member, all at once."""
+
+
+class SendFinish(Action, frozen=True, kw_only=True):
+    """Close every session, labelled with `version` if there is one."""
+
+    version: str | None
+
+
+class SendResume(Action, frozen=True, kw_only=True):
+    """Reset the prefix caches of the members if asked, then resume `targets`."""
+
+    reset_caches: bool
+
+
+class SendShutdown(Action, frozen=True, kw_only=True):
+    """Let the members leave the group."""

@@ -1,0 +1,451 @@
+"""The life of a weight update: a state machine, events in, new state and actions out.
+
+Read it from the top: TRANSITIONS says which event may follow in which phase, the rule of each
+event (below the table) says what the event changes, and `advance` ties the two. Nothing here
+waits, calls or looks at a clock; the coordinator carries out the actions and feeds what came of
+them back in as the next event.
+
+    init        idle -> initializing -> initialized
+    one update  initialized -> pausing -> starting -> started -> updating -> started …
+                … -> finishing -> committed -> initialized
+    a no        pausing | starting -> undoing -> initialized       (as if nothing had been asked)
+                initializing | updating | finishing -> failed      (named, fenced, init again)
+
+The version moves in one place, `_finish_arrived`, and only when every member has arrived. A
+failed update never resumes by itself: it is the phase `failed`, and the way out is a new init.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import msgspec
+
+from fleet.errors import WrongPhase
+from fleet.events import (
+    Action,
+    Answered,
+    Archive,
+    CloseSessions,
+    Event,
+    FinishArrived,
+    FinishFailed,
+    FinishRequested,
+    InitArrived,
+    InitFailed,
+    InitRequested,
+    PauseArrived,
+    PauseFailed,
+    ResetRequested,
+    Resumed,
+    SendFinish,
+    SendInit,
+    SendPause,
+    SendResume,
+    SendShutdown,
+    SendStart,
+    SendUndo,
+    SendUpdate,
+    ShutdownRequested,
+    StartArrived,
+    StartFailed,
+    StartRequested,
+    Undone,
+    UpdateArrived,
+    UpdateFailed,
+    UpdateRequested,
+)
+from fleet.outcome import Result, describe_failures
+from fleet.replica import Replica
+from fleet.state import (
+    COMMITS_KEPT,
+    IN_SESSION,
+    FleetState,
+    Group,
+    Phase,
+    Round,
+    RoundResult,
+    record_outcomes,
+)
+
+change = msgspec.structs.replace
+
+Step = tuple[FleetState, tuple[Action, ...]]
+
+# ---- the table ---------------------------------------------------------------------------------
+
+TRANSITIONS: dict[Phase, dict[type[Event], Phase]] = {
+    Phase.IDLE: {
+        InitRequested: Phase.INITIALIZING,
+        ShutdownRequested: Phase.IDLE,
+        ResetRequested: Phase.IDLE,
+    },
+    Phase.INITIALIZING: {
+        InitArrived: Phase.INITIALIZED,
+        InitFailed: Phase.FAILED,
+        ResetRequested: Phase.IDLE,
+    },
+    Phase.INITIALIZED: {
+        InitRequested: Phase.INITIALIZING,
+        StartRequested: Phase.PAUSING,
+        ShutdownRequested: Phase.IDLE,
+        ResetRequested: Phase.IDLE,
+    },
+    Phase.PAUSING: {
+        PauseArrived: Phase.STARTING,
+        PauseFailed: Phase.UNDOING,
+        ResetRequested: Phase.IDLE,
+    },
+    Phase.STARTING: {
+        StartArrived: Phase.STARTED,
+        StartFailed: Phase.UNDOING,
+        ResetRequested: Phase.IDLE,
+    },
+    Phase.UNDOING: {
+        Undone: Phase.INITIALIZED,
+        ResetRequested: Phase.IDLE,
+    },
+    Phase.STARTED: {
+        UpdateRequested: Phase.UPDATING,
+        FinishRequested: Phase.FINISHING,
+        ResetRequested: Phase.IDLE,
+    },
+    Phase.UPDATING: {
+        UpdateArrived: Phase.STARTED,
+        UpdateFailed: Phase.FAILED,
+        ResetRequested: Phase.IDLE,
+    },
+    Phase.FINISHING: {
+        FinishArrived: Phase.COMMITTED,
+        FinishFailed: Phase.FAILED,
+        ResetRequested: Phase.IDLE,
+    },
+    Phase.COMMITTED: {
+        Resumed: Phase.INITIALIZED,
+        ResetRequested: Phase.IDLE,
+    },
+    Phase.FAILED: {
+        InitRequested: Phase.INITIALIZING,
+        ShutdownRequested: Phase.IDLE,
+        ResetRequested: Phase.IDLE,
+    },
+}
+
+
+class IllegalTransition(WrongPhase):
+    """The event has no row in TRANSITIONS for this phase; the state is unchanged."""
+
+
+def advance(state: FleetState, event: Event) -> Step:
+    """Return the state after `event`, and what must be done about it.
+
+    Raises IllegalTransition, which tells what the fleet is doing and since when, if the event may
+    not follow in this phase.
+    """
+    phase = TRANSITIONS[state.phase].get(type(event))
+    if phase is None:
+        raise IllegalTransition(_story(state, event))
+    following = change(state, phase=phase)
+    return _RULES[type(event)](following, event)
+
+
+# ---- the rules ---------------------------------------------------------------------------------
+
+
+def _init_requested(state: FleetState, event: InitRequested) -> Step:
+    before, group = state, event.group
+    opened = Round(
+        id=state.next_round,
+        generation=group.generation,
+        opened_by=group.opened_by,
+        opened_at=event.now,
+    )
+    state = change(
+        state,
+        generation=group.generation,
+        group=group,
+        round=opened,
+        next_round=state.next_round + 1,
+    )
+    left_open = _ids(r for r in state.members() if r.session_open)
+    actions = (CloseSessions(targets=left_open), SendInit(targets=group.members))
+    return state, (*_archive(before.round, event), *actions)
+
+
+def _init_arrived(state: FleetState, event: InitArrived) -> Step:
+    return _recorded(state, Phase.INITIALIZING, event), ()
+
+
+def _init_failed(state: FleetState, event: InitFailed) -> Step:
+    state = _recorded(state, Phase.INITIALIZING, event)
+    return _wedge(_failed(state, event, "init"), event, "init"), ()
+
+
+def _start_requested(state: FleetState, event: StartRequested) -> Step:
+    opened = state.round or Round(
+        id=state.next_round,
+        generation=state.generation,
+        opened_by=event.by,
+        opened_at=event.now,
+    )
+    opened = change(opened, draft=event.draft, opened_by=event.by)
+    state = change(state, round=opened, next_round=max(state.next_round, opened.id + 1))
+    members = state.members()
+    running = _ids(r for r in members if not r.paused) if event.auto_pause else ()
+    left_open = _ids(r for r in members if r.session_open)
+    return state, (CloseSessions(targets=left_open), SendPause(targets=running))
+
+
+def _pause_arrived(state: FleetState, event: PauseArrived) -> Step:
+    state = _recorded(state, Phase.PAUSING, event)
+    state = _changed(state, event.outcomes, paused=True)
+    members = _member_ids(state)
+    state = _changed(state, members, session_open=True)
+    return state, (SendStart(targets=members, draft=_round(state).draft),)
+
+
+def _pause_failed(state: FleetState, event: PauseFailed) -> Step:
+    state = _recorded(state, Phase.PAUSING, event)
+    resume = () if state.pause else _perhaps_done(event)
+    return state, (SendUndo(resume=resume),)
+
+
+def _start_arrived(state: FleetState, event: StartArrived) -> Step:
+    return _recorded(state, Phase.STARTING, event), ()
+
+
+def _start_failed(state: FleetState, event: StartFailed) -> Step:
+    state = _recorded(state, Phase.STARTING, event)
+    resume = () if state.pause else _ids(r for r in state.members() if r.paused)
+    return state, (SendUndo(targets=_perhaps_done(event), resume=resume),)
+
+
+def _undone(state: FleetState, event: Undone) -> Step:
+    """Return to `initialized`; a member that could not be put back is fenced."""
+    session_was_open = state.session_was_open
+    state = _recorded(state, Phase.UNDOING, event)
+    done = change(
+        _round(state),
+        result=RoundResult.UNDONE,
+        reason="a member refused; what had been done was taken back",
+        closed_at=event.now,
+    )
+    ok = [r for r, o in event.outcomes.items() if o.ok]
+    stuck = [r for r, o in event.outcomes.items() if not o.ok]
+    state = _changed(state, ok, session_open=False, paused=state.pause is not None)
+    if session_was_open:
+        state = _changed(state, stuck, fence=f"{_name(state)}: its start could not be undone")
+    return change(state, round=None), (Archive(round=done),)
+
+
+def _update_requested(state: FleetState, event: UpdateRequested) -> Step:
+    group = _group(state)
+    if event.announces and not group.announced:
+        state = change(state, group=change(group, announced=True))
+    return state, (SendUpdate(targets=group.members),)
+
+
+def _update_arrived(state: FleetState, event: UpdateArrived) -> Step:
+    state = _recorded(state, Phase.UPDATING, event)
+    done = change(_round(state), updates=_round(state).updates + 1)
+    return change(state, round=done), ()
+
+
+def _update_failed(state: FleetState, event: UpdateFailed) -> Step:
+    state = _recorded(state, Phase.UPDATING, event)
+    state = _fence_members(state, event, "update")
+    state = _failed(_wedge(state, event, "update"), event, "update")
+    answered = _ids(r for r in state.members() if r.reachable and r.session_open)
+    return state, (CloseSessions(targets=answered),)
+
+
+def _finish_requested(state: FleetState, event: FinishRequested) -> Step:
+    open_round = _round(state)
+    version = event.version
+    if version is None and event.auto_version and not open_round.draft:
+        version = str(state.counter + 1)
+    full = event.full and not open_round.draft
+    state = change(state, round=change(open_round, version=version, full=full))
+    return state, (SendFinish(targets=_member_ids(state), version=version),)
+
+
+def _finish_arrived(state: FleetState, event: FinishArrived) -> Step:
+    """Commit: the only rule that moves the version, in the same write that leaves `finishing`."""
+    state = _recorded(state, Phase.FINISHING, event)
+    state = _changed(state, event.outcomes, session_open=False)
+    open_round = _round(state)
+    if not open_round.draft:
+        state = _commit(state, open_round)
+    done = change(_round(state), result=RoundResult.COMMITTED, closed_at=event.now)
+    state = change(state, round=done)
+    resume = () if state.pause else _ids(r for r in state.members() if r.paused)
+    auto_paused = any(r.paused for r in state.members())
+    return state, (SendResume(targets=resume, reset_caches=not auto_paused),)
+
+
+def _finish_failed(state: FleetState, event: FinishFailed) -> Step:
+    state = _recorded(state, Phase.FINISHING, event)
+    completed = [r for r, o in event.outcomes.items() if o.ok]
+    state = _fence_members(state, event, "finish")
+    state = _changed(state, completed, session_open=False, version=_round(state).version)
+    state = _failed(_wedge(state, event, "finish"), event, "finish")
+    left_open = _ids(r for r in state.members() if r.reachable and r.session_open)
+    return state, (CloseSessions(targets=left_open),)
+
+
+def _resumed(state: FleetState, event: Resumed) -> Step:
+    """Say what the caches rest on from now on; the round is over."""
+    state = _recorded(state, Phase.COMMITTED, event)
+    ok = [r for r, o in event.outcomes.items() if o.ok]
+    state = _changed(state, ok, paused=False)
+    kept_old_kv = state.pause is not None and not state.pause.clear_cache
+    mixed = kept_old_kv or not event.cleared
+    kv = state.kv if _round(state).draft else ("mixed" if mixed else "current")
+    done = change(_round(state), kv=kv)
+    return change(state, round=None, kv=kv), (Archive(round=done),)
+
+
+def _shutdown_requested(state: FleetState, event: ShutdownRequested) -> Step:
+    members = _ids(r for r in state.members() if r.reachable)
+    archive = _archive(state.round, event)
+    return change(state, group=None, round=None), (*archive, SendShutdown(targets=members))
+
+
+def _reset_requested(state: FleetState, event: ResetRequested) -> Step:
+    """Abandon what is open; members that may be mixed are fenced and stay paused."""
+    archive = _archive(state.round, event)
+    was_open = state.round is not None and state.round.result is RoundResult.OPEN
+    in_session = [r.id for r in state.members() if r.session_open] if was_open else []
+    state = _changed(state, in_session, fence=f"{_name(state)} was abandoned by {event.by}")
+    state = _changed(state, event.silent, wedged=f"silent when {_name(state)} was abandoned")
+    resume = () if state.pause else _ids(r for r in state.members() if r.paused and not r.fence)
+    state = change(state, group=None, round=None)
+    return state, (*archive, SendResume(targets=resume, reset_caches=False))
+
+
+_RULES: dict[type[Event], Callable[[FleetState, Any], Step]] = {
+    InitRequested: _init_requested,
+    InitArrived: _init_arrived,
+    InitFailed: _init_failed,
+    StartRequested: _start_requested,
+    PauseArrived: _pause_arrived,
+    PauseFailed: _pause_failed,
+    StartArrived: _start_arrived,
+    StartFailed: _start_failed,
+    Undone: _undone,
+    UpdateRequested: _update_requested,
+    UpdateArrived: _update_arrived,
+    UpdateFailed: _update_failed,
+    FinishRequested: _finish_requested,
+    FinishArrived: _finish_arrived,
+    FinishFailed: _finish_failed,
+    Resumed: _resumed,
+    ShutdownRequested: _shutdown_requested,
+    ResetRequested: _reset_requested,
+}
+
+# ---- pieces of the rules -----------------------------------------------------------------------
+
+
+def _commit(state: FleetState, done: Round) -> FleetState:
+    """Move the version and say who holds it: everyone after a full round, else the current ones."""
+    version = done.version if done.version is not None else state.weight_version
+    before, index = state.commit_index, state.commit_index + 1
+    holders = [r for r in state.members() if done.full or (r.holds == before and not r.fence)]
+    numeric = int(version) if version is not None and _is_number(version) else 0
+    state = change(
+        state,
+        commit_index=index,
+        weight_version=version,
+        commits=(*state.commits, version or "default")[-COMMITS_KEPT:],
+        counter=max(state.counter, numeric),
+    )
+    return _changed(state, _ids(holders), holds=index, fence=None, version=version)
+
+
+def _is_number(version: str) -> bool:
+    return version.isascii() and version.isdigit() and len(version) <= 18
+
+
+def _fence_members(state: FleetState, event: Answered, phase: str) -> FleetState:
+    why = f"{_name(state)} failed in {phase}: {describe_failures(event.outcomes)}"
+    return _changed(state, _member_ids(state), fence=why)
+
+
+def _wedge(state: FleetState, event: Answered, phase: str) -> FleetState:
+    """Mark the members that are silent inside a collective until they answer again."""
+    silent = [r for r, o in event.outcomes.items() if o.outcome is Result.WEDGED]
+    return _changed(state, silent, wedged=f"silent inside {phase} of {_name(state)}")
+
+
+def _failed(state: FleetState, event: Answered, phase: str) -> FleetState:
+    reason = f"{phase}: {describe_failures(event.outcomes)}"
+    done = change(_round(state), result=RoundResult.FAILED, reason=reason, closed_at=event.now)
+    return change(state, round=done)
+
+
+def _archive(over: Round | None, event: Event) -> tuple[Action, ...]:
+    """Return the action that keeps a round which this event ends, if there is one."""
+    if over is None:
+        return ()
+    if over.result is RoundResult.OPEN:
+        over = change(over, result=RoundResult.ABANDONED, closed_at=event.now)
+    return (Archive(round=over),)
+
+
+def _perhaps_done(event: Answered) -> tuple[str, ...]:
+    """Return the replicas that did what was asked, or may have done it unheard."""
+    return tuple(r for r, o in event.outcomes.items() if o.ok or o.outcome is Result.TIMEOUT)
+
+
+def _recorded(state: FleetState, phase: Phase, event: Answered) -> FleetState:
+    """Write the outcomes down; who could not be reached at all is lost until probing sees it."""
+    gone = {r: o for r, o in event.outcomes.items() if o.outcome is Result.UNREACHABLE}
+    for replica, outcome in gone.items():
+        state = _changed(state, [replica], lost=outcome.detail or "unreachable")
+    records = record_outcomes(
+        _round(state).records, phase, event.outcomes, now=event.now, elapsed_s=event.elapsed_s
+    )
+    return change(state, round=change(_round(state), records=records))
+
+
+def _changed(state: FleetState, ids: Iterable[str], **changes: Any) -> FleetState:
+    known = [state.replicas[replica] for replica in ids if replica in state.replicas]
+    return state.with_replicas(change(replica, **changes) for replica in known)
+
+
+def _ids(replicas: Iterable[Replica]) -> tuple[str, ...]:
+    return tuple(replica.id for replica in replicas)
+
+
+def _member_ids(state: FleetState) -> tuple[str, ...]:
+    return _group(state).members
+
+
+def _group(state: FleetState) -> Group:
+    return cast("Group", state.group)
+
+
+def _round(state: FleetState) -> Round:
+    return cast("Round", state.round)
+
+
+def _name(state: FleetState) -> str:
+    return f"round {state.round.id}" if state.round else "the round"
+
+
+def _story(state: FleetState, event: Event) -> str:
+    """Say what was asked, what the fleet is doing instead, who asked for that and since when."""
+    asked = type(event).__name__.removesuffix("Requested").lower()
+    told = f"{asked} does not follow in phase {state.phase}"
+    if state.round is not None:
+        told += (
+            f"; round {state.round.id} (generation {state.round.generation}) was opened by "
+            f"{state.round.opened_by} at {state.round.opened_at:.3f}"
+        )
+        if state.round.reason:
+            told += f" and ended: {state.round.reason}"
+        elif state.phase in IN_SESSION:
+            told += " and is still open"
+    return told

@@ -1,0 +1,223 @@
+"""What the fleet must not forget, as one frozen value: the document that the store keeps.
+
+Everything here is data. `rounds.py` says how a weight update changes it, `membership.py` how
+joining, leaving and probing do, `replica.py` which state follows for each replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+
+import msgspec
+
+from fleet.layout import Layout
+from fleet.outcome import Outcome, Result
+from fleet.replica import Replica, ReplicaState, state_of
+
+COMMITS_KEPT = 1000
+"""How many committed versions stay known, for X-Min-Weight-Version by commit order."""
+
+
+class Phase(StrEnum):
+    """Where the fleet stands between one weight version and the next."""
+
+    IDLE = "idle"
+    INITIALIZING = "initializing"
+    INITIALIZED = "initialized"
+    PAUSING = "pausing"
+    STARTING = "starting"
+    STARTED = "started"
+    UPDATING = "updating"
+    FINISHING = "finishing"
+    COMMITTED = "committed"
+    UNDOING = "undoing"
+    FAILED = "failed"
+
+
+IN_SESSION = frozenset(
+    {Phase.STARTING, Phase.STARTED, Phase.UPDATING, Phase.FINISHING, Phase.UNDOING}
+)
+"""Phases in which a member may be between start and finish: a rollout would kill its engine."""
+
+ROUND_OPEN = IN_SESSION | {Phase.PAUSING, Phase.COMMITTED}
+"""Phases that belong to one weight update, from closing the gate to opening it."""
+
+
+class RoundResult(StrEnum):
+    """How a round ended."""
+
+    OPEN = "open"
+    COMMITTED = "committed"
+    FAILED = "failed"
+    UNDONE = "undone"
+    ABANDONED = "abandoned"
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One replica's part of one phase; `elapsed_s` adds up over the calls of the phase."""
+
+    outcome: Result
+    elapsed_s: float
+    status: int | None = None
+    detail: str | None = None
+
+
+class PhaseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """How one phase went: wall time in seconds, how many calls it took, and every replica."""
+
+    phase: str
+    started_at: float
+    elapsed_s: float
+    calls: int
+    replicas: dict[str, Arrival]
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """One weight update: who asked, what it did in each phase, how it ended."""
+
+    id: int
+    generation: int
+    opened_by: str
+    opened_at: float
+    draft: bool = False
+    updates: int = 0
+    full: bool = False
+    version: str | None = None
+    result: RoundResult = RoundResult.OPEN
+    reason: str | None = None
+    closed_at: float | None = None
+    kv: str = "current"
+    records: tuple[PhaseRecord, ...] = ()
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """The membership frozen at init: who has which ranks, and who was left out and why.
+
+    `instances` is the instance each member had at init, to tell a restart from a survivor.
+    `announced` says that this generation has received tensor metadata, so that empty metadata
+    («reuse the previous call's») has something to stand for.
+    """
+
+    generation: int
+    backend: str | None
+    layout: Layout
+    instances: dict[str, str | None]
+    left_out: dict[str, str]
+    opened_by: str
+    opened_at: float
+    announced: bool = False
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The ids of the members, in rank order."""
+        return tuple(slot.replica for slot in self.layout.slots)
+
+
+class TrainerPause(msgspec.Struct, frozen=True, kw_only=True):
+    """A pause that the trainer (or an operator) asked for and has not resumed yet."""
+
+    mode: str
+    clear_cache: bool
+    by: str
+    since: float
+
+
+class FleetState(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole fleet. `commit_index` counts commits; `commits` holds the last versions in order.
+
+    `weight_version` is None until one is committed. `counter` is the last automatic number.
+    """
+
+    name: str
+    generation: int
+    phase: Phase = Phase.IDLE
+    weight_version: str | None = None
+    commit_index: int = 0
+    commits: tuple[str, ...] = ()
+    counter: int = 0
+    next_round: int = 1
+    kv: str = "current"
+    replicas: dict[str, Replica] = {}
+    group: Group | None = None
+    round: Round | None = None
+    pause: TrainerPause | None = None
+
+    def members(self) -> tuple[Replica, ...]:
+        """The replicas of the current group that the fleet still knows, in rank order."""
+        if self.group is None:
+            return ()
+        known = (self.replicas.get(replica) for replica in self.group.members)
+        return tuple(replica for replica in known if replica is not None)
+
+    @property
+    def fleet_paused(self) -> bool:
+        """Whether new rollouts must wait because of a pause or an open or failed round."""
+        failed_in_session = self.phase is Phase.FAILED and self.session_was_open
+        return self.pause is not None or self.phase in ROUND_OPEN or failed_in_session
+
+    @property
+    def session_was_open(self) -> bool:
+        """Whether the current round got as far as a start."""
+        records = self.round.records if self.round else ()
+        return any(record.phase == Phase.STARTING for record in records)
+
+    def states(self) -> Iterator[tuple[Replica, ReplicaState, str]]:
+        """Yield every replica with its state and the reason for it."""
+        updating = (
+            set(self.group.members) if self.group and self.phase in IN_SESSION else set[str]()
+        )
+        for replica in self.replicas.values():
+            state, reason = state_of(
+                replica,
+                commit_index=self.commit_index,
+                updating=replica.id in updating,
+                fleet_paused=self.fleet_paused,
+            )
+            yield replica, state, reason
+
+    def ready(self) -> list[Replica]:
+        """Return the replicas that may serve rollouts now."""
+        return [replica for replica, state, _ in self.states() if state is ReplicaState.READY]
+
+    def order_of(self, version: str) -> int | None:
+        """Return the newest commit index of a version, or None if it was never committed."""
+        for back, committed in enumerate(reversed(self.commits)):
+            if committed == version:
+                return self.commit_index - back
+        return None
+
+    def with_replicas(self, changed: Iterable[Replica]) -> FleetState:
+        """Return the state with these replicas put in the place of those with the same id."""
+        replicas = {**self.replicas, **{replica.id: replica for replica in changed}}
+        return msgspec.structs.replace(self, replicas=replicas)
+
+
+def record_outcomes(
+    records: tuple[PhaseRecord, ...],
+    phase: Phase,
+    outcomes: dict[str, Outcome],
+    *,
+    now: float,
+    elapsed_s: float,
+) -> tuple[PhaseRecord, ...]:
+    """Return the records with one more fan-out in them; calls of one phase add up in one record."""
+    before = next((r for r in records if r.phase == phase), None)
+    merged = PhaseRecord(
+        phase=phase,
+        started_at=before.started_at if before else now - elapsed_s,
+        elapsed_s=(before.elapsed_s if before else 0.0) + elapsed_s,
+        calls=(before.calls if before else 0) + 1,
+        replicas={r: _add(before, r, outcome) for r, outcome in outcomes.items()},
+    )
+    return (*(r for r in records if r.phase != phase), merged)
+
+
+def _add(before: PhaseRecord | None, replica: str, outcome: Outcome) -> Arrival:
+    earlier = before.replicas.get(replica) if before else None
+    return Arrival(
+        outcome=outcome.outcome,
+        elapsed_s=(earlier.elapsed_s if earlier else 0.0) + outcome.elapsed_s,
+        status=None if outcome.ok else outcome.status,
+        detail=None if outcome.ok else outcome.detail,
+    )
