@@ -32,7 +32,10 @@ _MAX_CONNECTIONS: Final = 10_000  # each follower holds one; running out must no
 
 def check_store_url(url: str) -> None:
     """Raise ValueError with one clear line unless `open_store` can take the URL."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ValueError("the store is not a URL") from None  # the cause may quote a password
     if parts.scheme not in _SCHEMES:
         raise ValueError(_refusal(parts.scheme))
     _check_parts(parts)

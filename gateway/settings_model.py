@@ -1,0 +1,335 @@
+"""Every setting of the gateway, in groups: its name, unit, bounds and the reason for its default.
+
+The models are frozen and read nothing: `settings.py` collects flags, environment and file.
+docs/settings.md is generated from here. Unknown names are refused everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import StrEnum
+from typing import Annotated, Any, Final
+from urllib.parse import urlsplit
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+)
+
+from fleet.address import normalise_url, replica_id
+from fleet.store import check_store_url
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+
+def _not_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+def _split_commas(value: object) -> object:
+    if isinstance(value, str):
+        return [part for part in (piece.strip() for piece in value.split(",")) if part]
+    return value
+
+
+def _parse_json(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+
+
+def _check_token(value: SecretStr) -> SecretStr:
+    token = value.get_secret_value()
+    if not token or not token.isascii() or any(c <= " " or c == "\x7f" for c in token):
+        raise ValueError("a token is not empty and has printable ASCII characters only, no spaces")
+    return value
+
+
+Seconds = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(_not_bool), Field(gt=0)]
+CountOrZero = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
+Port = Annotated[int, BeforeValidator(_not_bool), Field(ge=0, le=65535)]
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class PauseOnUpdate(StrEnum):
+    """What a round does about rollouts that run when it starts."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+    OFF = "off"
+
+
+class DiscoveryKind(StrEnum):
+    """Where the list of replicas comes from."""
+
+    STATIC = "static"
+    DNS = "dns"
+    KUBERNETES = "kubernetes"
+
+
+class GateMode(StrEnum):
+    """What a closed gate does with a rollout."""
+
+    HOLD = "hold"
+    REJECT = "reject"
+
+
+class RoutingPolicy(StrEnum):
+    """How a replica is chosen among the eligible ones."""
+
+    ROUND_ROBIN = "round_robin"
+    LEAST_INFLIGHT = "least_inflight"
+
+
+class DeploymentKind(StrEnum):
+    """How servers share the ranks of one group."""
+
+    INDEPENDENT = "independent"
+    DATA_PARALLEL = "data_parallel"
+    EXPERT_PARALLEL = "expert_parallel"
+
+
+class LogLevel(StrEnum):
+    """The least important message that is still written."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """How a log line looks."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class Gate(_Group):
+    """The gate that holds rollouts back while weights change."""
+
+    mode: GateMode = GateMode.HOLD
+    """`hold` lets rollouts wait, `reject` answers 503 at once. Holding, because clients that
+    retry by themselves multiply their requests."""
+    max_held: Count = 20_000
+    """Rollouts held at once, per gateway; more are answered 503. RL keeps tens of thousands in
+    flight, so the default does not fail a normal step."""
+    max_held_bytes: Count = GIB
+    """Bytes of held request bodies, per gateway; more are answered 503. Bounds memory."""
+    timeout_s: Seconds = 600.0
+    """Seconds that one rollout may be held; then 504. Longer than an update of a large model."""
+
+
+class Routing(_Group):
+    """The choice of a replica for a rollout."""
+
+    policy: RoutingPolicy = RoutingPolicy.LEAST_INFLIGHT
+    """Fewest requests in flight first: answers differ in length by orders of magnitude."""
+
+
+class Timeouts(_Group):
+    """Deadlines and intervals; every collective has one, so nobody waits for a corpse."""
+
+    init_s: Seconds = 300.0
+    """Seconds for the whole group to meet. vLLM's own client gives up after the same time."""
+    update_s: Seconds = 1800.0
+    """Seconds for one update call on all replicas. A large checkpoint over a slow link fits."""
+    pause_s: Seconds = 60.0
+    """Seconds for all replicas to pause; mode `wait` has the gate's time instead."""
+    start_s: Seconds = 60.0
+    """Seconds for all replicas to start an update."""
+    finish_s: Seconds = 300.0
+    """Seconds for all replicas to finish an update; loading may post-process every layer."""
+    control_s: Seconds = 60.0
+    """Seconds for any other control call, such as resume, sleep or a cache reset."""
+    probe_s: Seconds = 1.0
+    """Seconds between two probes of one replica: a lost one is noticed about as fast."""
+    probe_timeout_s: Seconds = 5.0
+    """Seconds for the answer to one probe; a busy server answers late, not never."""
+    lease_s: Seconds = 5.0
+    """Seconds for which one gateway owns the fleet; another takes over after it."""
+    lease_renew_s: Seconds = 1.0
+    """Seconds between renewals of the lease; below lease_s, so that some may fail."""
+    heartbeat_s: Seconds = 1.0
+    """Seconds between two signs of life of a gateway."""
+    heartbeat_ttl_s: Seconds = 5.0
+    """Seconds after which a silent gateway counts as gone and its gate is no longer waited for;
+    above heartbeat_s."""
+    drain_s: Seconds = 30.0
+    """Seconds for running rollouts to end when the gateway stops."""
+
+    @field_validator("lease_renew_s")
+    @classmethod
+    def _renew_before_loss(cls, value: float, info: ValidationInfo) -> float:
+        if value >= info.data.get("lease_s", float("inf")):
+            raise ValueError(f"must be below lease_s ({info.data['lease_s']:g}), is {value:g}")
+        return value
+
+    @field_validator("heartbeat_ttl_s")
+    @classmethod
+    def _outlive_heartbeat(cls, value: float, info: ValidationInfo) -> float:
+        if value <= info.data.get("heartbeat_s", 0.0):
+            raise ValueError(f"must be above heartbeat_s ({info.data['heartbeat_s']:g})")
+        return value
+
+
+class Limits(_Group):
+    """Sizes of request bodies; a larger one is refused before it is read whole."""
+
+    control_body_bytes: Count = 16 * MIB
+    """Bytes of a control body other than an update; tensor names of a large model fit."""
+    update_body_bytes: Count = GIB
+    """Bytes of an update body; `ipc` bodies carry handles, other backends names and shapes."""
+    rollout_body_bytes: Count = 64 * MIB
+    """Bytes of a rollout body; images in base64 fit."""
+
+
+class Auth(_Group):
+    """Who may do what (gateway/auth.py has the table); nothing set means that all is open."""
+
+    trainer_token: SecretStr | None = None
+    """Opens the trainer's control calls, and rollouts."""
+    operator_token: SecretStr | None = None
+    """Opens everything."""
+    rollout_token: SecretStr | None = None
+    """Opens rollouts only."""
+    replica_token: SecretStr | None = None
+    """Sent to every replica as `Authorization: Bearer`; unset: no header is sent."""
+
+    @field_validator("trainer_token", "operator_token", "rollout_token", "replica_token")
+    @classmethod
+    def _usable_in_headers(cls, value: SecretStr | None) -> SecretStr | None:
+        return None if value is None else _check_token(value)
+
+
+class Deployment(_Group):
+    """Servers that share ranks in one way; replicas not listed are probed."""
+
+    replicas: Annotated[tuple[str, ...], BeforeValidator(_split_commas), Field(min_length=1)]
+    """URLs or `host:port` of the servers; kept as `host:port`."""
+    kind: DeploymentKind = DeploymentKind.INDEPENDENT
+    """How they share ranks."""
+    world_size: Count | None = None
+    """Workers of one server, tensor × pipeline parallel; unset: probed."""
+
+    @field_validator("replicas")
+    @classmethod
+    def _as_ids(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        ids = tuple(replica_id(v if "://" in v else f"http://{v}") for v in value)
+        return _no_duplicates(ids)
+
+
+class Log(_Group):
+    """What is written to standard error."""
+
+    level: LogLevel = LogLevel.INFO
+    """The least important message that is written."""
+    format: LogFormat = LogFormat.TEXT
+    """Text for people, JSON lines for collectors."""
+
+
+class Settings(_Group):
+    """Everything that can be set; built once, by `load_settings` or by a test, then passed on."""
+
+    host: Annotated[str, Field(min_length=1)] = "0.0.0.0"
+    """Address to listen on; all, because a gateway in a container serves others."""
+    port: Port = 8000
+    """Port to listen on, vLLM's own; 0 takes a free one."""
+    replicas: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = ()
+    """URLs of the replicas, comma-separated or a list; more can be added while it runs."""
+    store: Annotated[str, Field(repr=False)] = "memory://"
+    """Where the state lives: `memory://`, `redis://`, `rediss://` or `unix://`. In memory it is
+    lost with the process and cannot be shared by several gateways."""
+    name: str = "fleet"
+    """Name of the fleet, the prefix of its keys: several fleets may share one Redis."""
+    pause_on_update: PauseOnUpdate = PauseOnUpdate.KEEP
+    """vLLM's pause mode around an update. `keep` freezes running rollouts and continues them,
+    so nothing is lost; `off` leaves pausing to the trainer."""
+    auto_version: bool = True
+    """Number a committed update by a counter when the trainer names no version; off: vLLM's
+    label stays what it was."""
+    discovery: DiscoveryKind = DiscoveryKind.STATIC
+    """Where replicas come from; only `static` is available in this version."""
+    min_replicas: CountOrZero = 0
+    """Members below which an init is refused; 0 takes what there is."""
+    allow_collective_rpc: bool = False
+    """Let operators call /collective_rpc, which runs any method in the workers; off for that."""
+    gate: Gate = Gate()
+    routing: Routing = Routing()
+    timeouts: Timeouts = Timeouts()
+    limits: Limits = Limits()
+    auth: Auth = Auth()
+    log: Log = Log()
+    topology: Annotated[tuple[Deployment, ...], BeforeValidator(_parse_json)] = ()
+    """How servers share ranks, where probing cannot tell: a list of {replicas, kind, world_size},
+    JSON in the environment."""
+
+    def public(self) -> dict[str, Any]:
+        """Return all settings as plain values, fit to be shown: secrets are masked."""
+        return self.model_dump(mode="json") | {"store": _without_password(self.store)}
+
+    @field_validator("replicas")
+    @classmethod
+    def _normalised(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        urls = tuple(normalise_url(url) for url in value)
+        _no_duplicates(tuple(replica_id(url) for url in urls))
+        return urls
+
+    @field_validator("name")
+    @classmethod
+    def _fit_for_keys(cls, value: str) -> str:
+        if not re.fullmatch(r"[a-z0-9-]{1,63}", value):
+            raise ValueError(f"1 to 63 lower-case letters, digits and hyphens, not {value!r}")
+        return value
+
+    @field_validator("store")
+    @classmethod
+    def _known_store(cls, value: str) -> str:
+        check_store_url(value)
+        return value
+
+    @field_validator("discovery")
+    @classmethod
+    def _available(cls, value: DiscoveryKind) -> DiscoveryKind:
+        if value is not DiscoveryKind.STATIC:
+            raise ValueError(f"{value} is not available in this version; use static")
+        return value
+
+    @field_validator("topology")
+    @classmethod
+    def _one_deployment_each(cls, value: tuple[Deployment, ...]) -> tuple[Deployment, ...]:
+        _no_duplicates(tuple(replica for entry in value for replica in entry.replicas))
+        return value
+
+
+def _no_duplicates(ids: tuple[str, ...]) -> tuple[str, ...]:
+    twice = next((id_ for n, id_ in enumerate(ids) if id_ in ids[:n]), None)
+    if twice is not None:
+        raise ValueError(f"replica {twice} is listed twice")
+    return ids
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    where = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{where}{parts.path}"
