@@ -55,6 +55,11 @@ class GlooGroup:
         state = "open" if self._backend is not None else "closed"
         return f"<GlooGroup rank={self.rank}/{self.world_size} {state}>"
 
+    @property
+    def closed(self) -> bool:
+        """Whether the group was left, by `close` or by a failure; it cannot be used again."""
+        return self._backend is None
+
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         """Send `tensor` from rank `src`, or fill it in place on every other rank; blocks.
 

@@ -107,6 +107,7 @@ class Meeting:
                     raise RuntimeError(f"timed out, rank 0 does not listen: {error}") from error
             else:
                 return
+        _raise_cancelled()
 
     def _abandon(self, cancelled: threading.Event) -> None:
         """Make rank 0's wait end by counting in for those who did not come."""

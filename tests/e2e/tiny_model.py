@@ -1,0 +1,103 @@
+# pyright: basic
+"""A tiny random Qwen3 model with its tokenizer, built on the spot from a seed.
+
+Why: a real vLLM server needs a model directory, and nothing may be downloaded for a test. The
+model is 2 layers of 64, loads in seconds and answers noise, but the same noise each time.
+
+`weights(seed)` makes another set of weights of the same model, so that a sync has something to
+move; `greedy_tokens` is what `transformers` says the answer must then be.
+
+Run as a script it builds a directory: ``python tiny_model.py DIR [SEED]``.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB_SIZE = 512
+MAX_POSITIONS = 512
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}<|assistant|>"
+)
+_CORPUS = (
+    "the quick brown fox jumps over the lazy dog",
+    "a gateway makes a fleet of servers take new weights together or not at all",
+    "one two three four five six seven eight nine ten",
+)
+
+
+def build_model(seed: int) -> Qwen3ForCausalLM:
+    """Random bf16 weights; equal seeds give equal bytes. Does not disturb torch's global seed."""
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+        _spread(model)
+    return model.to(torch.bfloat16).eval()
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """The checkpoint names and tensors of `build_model(seed)`, in the checkpoint's order."""
+    return dict(build_model(seed).named_parameters())
+
+
+def save_model(directory: Path, seed: int = 0) -> Path:
+    """Write config, weights and tokenizer as `vllm serve` expects them; returns `directory`."""
+    build_model(seed).save_pretrained(directory)
+    _build_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def greedy_tokens(model: Qwen3ForCausalLM, prompt_ids: list[int], count: int) -> list[int]:
+    """The `count` tokens that greedy decoding appends to `prompt_ids`, ignoring end of text."""
+    ids = torch.tensor([prompt_ids])
+    with torch.inference_mode():
+        for _ in range(count):
+            following = model(ids).logits[0, -1].argmax()
+            ids = torch.cat([ids, following.view(1, 1)], dim=1)
+    return ids[0, len(prompt_ids) :].tolist()
+
+
+def _spread(model: Qwen3ForCausalLM) -> None:
+    """Widen the weights, so that the best token leads clearly and bf16 rounding decides nothing."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.3 if "lm_head" in name else 0.08)
+
+
+def _build_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|system|>", "<|assistant|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|eos|>", pad_token="<|pad|>"
+    )
+    fast.chat_template = _CHAT_TEMPLATE
+    return fast
+
+
+if __name__ == "__main__":
+    save_model(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
