@@ -13,7 +13,7 @@ Rank 0 is the only sender. Other trainer ranks run the source's own collectives 
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
@@ -52,7 +52,7 @@ class GlooTrainerInitInfo(TrainerInitInfo):
 
     def worker_payload(self) -> dict[str, Any]:
         """The init body for the workers, who come after the single sender."""
-        payload = {
+        payload: dict[str, Any] = {
             "master_address": self.master_address,
             "master_port": self.master_port,
             "rank_offset": 1,
@@ -192,8 +192,8 @@ def _raise_answer(answer: "Future[None]", broken: GlooError) -> None:
 
 def _declared(source: WeightSource) -> list[ParamMeta]:
     """A method in 0.32, a cached property since 0.33."""
-    metadata: Any = source.metadata
-    return list(metadata() if callable(metadata) else metadata)
+    metadata = cast("Any", source).metadata
+    return cast("list[ParamMeta]", metadata() if callable(metadata) else metadata)
 
 
 def _stream(source: WeightSource) -> "Iterator[tuple[str, torch.Tensor]]":
