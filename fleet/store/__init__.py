@@ -79,6 +79,8 @@ def _refusal(scheme: str) -> str:
 
 
 def _check_parts(parts: SplitResult) -> None:
+    if "," in parts.netloc:
+        raise ValueError("several Redis hosts (cluster) are not available in this version; use one")
     try:
         _ = parts.port
     except ValueError as error:
@@ -87,8 +89,6 @@ def _check_parts(parts: SplitResult) -> None:
         ) from error
     if parts.scheme == "memory" and (parts.path.strip("/") or parts.query):
         raise ValueError("memory:// takes at most a name: memory://name")
-    if "," in parts.netloc:
-        raise ValueError("several Redis hosts (cluster) are not available in this version; use one")
     unknown = sorted(set(parse_qs(parts.query)) - _OPTIONS)
     if unknown:
         raise ValueError(f"unknown store option {unknown[0]!r}; use one of {sorted(_OPTIONS)}")

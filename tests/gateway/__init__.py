@@ -1,0 +1,1 @@
+"""The gateway: settings, rights and routes."""

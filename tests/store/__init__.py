@@ -1,0 +1,1 @@
+"""The store: one contract over both engines, its failures, and its URLs."""

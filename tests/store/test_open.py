@@ -1,0 +1,79 @@
+"""Which store a URL opens, who shares it, and which URLs are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleet.store import Entry, check_store_url, open_store
+
+
+async def test_two_openings_of_memory_are_two_stores() -> None:
+    """A test or a demo never finds what another one left."""
+    async with open_store("memory://", "tests") as one, open_store("memory://", "tests") as two:
+        await one.swap("state", expected=None, stamp="1", body=b"")
+        assert await two.load("state") is None
+
+
+async def test_two_openings_of_one_memory_name_share_their_keys() -> None:
+    """Two gateways in one process meet under a name."""
+    async with open_store("memory://a", "tests") as one, open_store("memory://a", "tests") as two:
+        await one.swap("state", expected=None, stamp="1", body=b"x")
+        assert await two.load("state") == Entry("1", b"x")
+
+
+async def test_a_named_memory_is_gone_when_the_last_one_has_left() -> None:
+    """It lives as long as anybody uses it, and no longer."""
+    async with open_store("memory://a", "tests") as one:
+        await one.swap("state", expected=None, stamp="1", body=b"x")
+        async with open_store("memory://a", "tests"):
+            pass
+        assert await one.load("state") == Entry("1", b"x")
+    async with open_store("memory://a", "tests") as later:
+        assert await later.load("state") is None
+
+
+async def test_opening_needs_no_server() -> None:
+    """The gateway starts while Redis is away; what it asks then is another matter."""
+    for url in ("redis://127.0.0.1:1", "rediss://u:p@127.0.0.1:1/3", "unix:///nowhere.sock?db=1"):
+        async with open_store(url, "tests"):
+            pass
+
+
+async def test_the_database_in_the_url_is_used(redis_url: str) -> None:
+    """Database 1 does not hold what database 0 does."""
+    async with open_store(redis_url, "tests") as zero:
+        await zero.swap("state", expected=None, stamp="1", body=b"")
+        async with open_store(redis_url.replace("/0", "/1"), "tests") as one:
+            assert await one.load("state") is None
+
+
+@pytest.mark.parametrize(
+    ("url", "line"),
+    [
+        ("redis+sentinel://h/service", "redis\\+sentinel:// is not available in this version"),
+        ("redis+cluster://h", "redis\\+cluster:// is not available in this version"),
+        ("redis://a:1,b:2", "cluster.* not available in this version"),
+        ("postgres://h", "unknown store scheme 'postgres'; use one of memory://, redis://"),
+        ("localhost", "unknown store scheme ''"),
+        ("redis://h:port", "port is not a number"),
+        ("redis://[h", "not a URL"),
+        ("redis://h?retry_on_timeout=1", "unknown store option 'retry_on_timeout'"),
+        ("memory://a/b", "memory://name"),
+    ],
+)
+async def test_an_unusable_url_is_refused_with_one_line(url: str, line: str) -> None:
+    """Checked where settings are read, and again where the store is opened."""
+    with pytest.raises(ValueError, match=line) as caught:
+        check_store_url(url)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=line):
+        async with open_store(url, "tests"):
+            pass
+
+
+@pytest.mark.parametrize("url", ["redis://:secret@h:port", "redis://:secret@[h", "x://:secret@h"])
+def test_a_refusal_does_not_tell_the_password(url: str) -> None:
+    """The line ends up in logs."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the test above has the lines)
+        check_store_url(url)
+    assert "secret" not in str(caught.value)
