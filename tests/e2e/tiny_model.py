@@ -1,4 +1,3 @@
-# pyright: basic
 """A tiny random Qwen3 model with its tokenizer, built on the spot from a seed.
 
 Why: a real vLLM server needs a model directory, and nothing may be downloaded for a test. The

@@ -1,0 +1,59 @@
+"""A trainer as vLLM's documentation writes it, around the tiny model.
+
+What it is for: to send known weights through the stock client and factory, to one server or to
+a gateway, and to say which tokens the servers must then produce. It knows nothing of gateways.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import ModuleSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from fleet.backends.gloo import GlooTrainerInitInfo
+from tests.e2e.real_vllm import free_port
+from tests.e2e.tiny_model import build_model, greedy_tokens
+
+
+class TinyTrainer:
+    """Rank 0 of a joined group; `model` holds what `send` sends."""
+
+    def __init__(self, url: str, world_size: int, *, timeout_s: float = 60.0) -> None:
+        """Join with `world_size` − 1 workers behind `url`; blocks until all have met."""
+        self.model = build_model(seed=0)
+        self.engine: Any = WeightTransferTrainerFactory.trainer_init(
+            GlooTrainerInitInfo(
+                master_address="127.0.0.1",
+                master_port=free_port(),
+                world_size=world_size,
+                timeout_s=timeout_s,
+            ),
+            client=HTTPVLLMWeightSyncClient(url),
+            source=ModuleSource(self.model),
+        )
+
+    def send(self, seed: int) -> None:
+        """Take the weights of `seed` and send them with the stock `send_weights()`."""
+        with torch.no_grad():
+            for mine, new in zip(
+                self.model.parameters(), build_model(seed).parameters(), strict=True
+            ):
+                mine.copy_(new)
+        self.engine.send_weights()
+
+    def expected(self, prompt_ids: list[int], count: int) -> list[int]:
+        """What `transformers` decodes greedily with the weights now in `model`."""
+        return greedy_tokens(self.model, prompt_ids, count)
+
+
+@contextmanager
+def joined_trainer(url: str, world_size: int, *, timeout_s: float = 60.0) -> Generator[TinyTrainer]:
+    """A `TinyTrainer` that leaves its group at the end."""
+    trainer = TinyTrainer(url, world_size, timeout_s=timeout_s)
+    try:
+        yield trainer
+    finally:
+        trainer.engine.shutdown()
