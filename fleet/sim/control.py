@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from fleet.sim.engine import PauseMode, SimEngine
+from fleet.sim.errors import WorkerFailed
 from fleet.sim.http import (
     Handler,
     Routes,
@@ -26,6 +27,7 @@ from fleet.sim.http import (
 )
 
 _MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
+_HARMLESS = ("check_health", "synchronize_device")
 
 
 class ControlRoutes:
@@ -132,8 +134,8 @@ class ControlRoutes:
 
     async def finish(self, request: web.BaseRequest) -> web.Response:
         """POST /finish_weight_update, with or without a version."""
-        body = await body_object(request)
-        version = body.get("weight_version")
+        raw = await request.read()
+        version = (await body_object(request)).get("weight_version") if raw else None
         if version is not None and not isinstance(version, str):
             raise invalid(
                 "string_type", ["body", "weight_version"], "Input should be a valid string"
@@ -206,11 +208,14 @@ class ControlRoutes:
             return empty()
 
     async def collective_rpc(self, request: web.BaseRequest) -> web.Response:
-        """POST /collective_rpc; every method answers null from each worker."""
+        """POST /collective_rpc; only methods without effect are there."""
         body = await body_object(request)
-        if body.get("method") is None:
+        method = body.get("method")
+        if method is None:
             return phrase_error("Missing 'method' in request body", 400)
         async with self._engine.core():
+            if method not in _HARMLESS:
+                raise WorkerFailed(f"'SimWorker' object has no attribute '{method}'")
             return answer({"results": [None for _ in self._engine.workers]})
 
 

@@ -8,12 +8,12 @@ It does not generate: `scheduler.py` does, and asks this state machine before ev
 """
 
 import asyncio
-import uuid
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from fleet.sim.errors import EngineDead, WorkerFailed
+from fleet.sim.errors import CallFailed, EngineDead, WorkerFailed
 from fleet.sim.generation import PrefixCache
 from fleet.sim.tasks import in_daemon_thread
 from fleet.sim.weights import build_state_dict, combine_workers
@@ -36,7 +36,7 @@ class SimEngine:
     def __init__(self, options: "SimOptions", index: int) -> None:
         self.options = options
         self.index = index
-        self.instance_id = uuid.uuid4().hex[:5]
+        self.instance_id = str(time.time_ns() + index)
         self.version = MODEL_VERSION_AT_BOOT
         self.paused: PauseMode | None = None
         self.sleeping: set[str] = set()
@@ -91,7 +91,9 @@ class SimEngine:
     async def start_update(self, kind: str) -> None:
         """Open a session on every worker."""
         if kind == "draft" and not self.options.draft_model:
-            raise WorkerFailed("This backend does not support draft model weight updates.")
+            raise WorkerFailed(
+                "Draft model weight update requested, but no draft model is configured."
+            )
         async with self.core():
             self._on_workers(lambda worker: worker.start(kind))
 
@@ -189,12 +191,12 @@ class SimEngine:
         """Give up the KV cache; needs a completed pause and nothing asleep."""
         async with self.core():
             if self.paused is None or self.requests:
-                raise WorkerFailed(
+                raise CallFailed(
                     "release_kv_cache_memory() requires a completed pause first",
                     "release_kv_cache_memory",
                 )
             if self.sleeping:
-                raise WorkerFailed(
+                raise CallFailed(
                     "release_kv_cache_memory() requires all executor memory to be resident",
                     "release_kv_cache_memory",
                 )
@@ -210,7 +212,7 @@ class SimEngine:
             return True
 
     async def abort(self, ids: list[str] | None) -> int:
-        """Abort these internal ids, or everything; returns how many were named."""
+        """Abort these internal ids, or everything; returns how many were named, or there."""
         async with self.core():
             if not ids:
                 return self.abort_all()

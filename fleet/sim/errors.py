@@ -4,7 +4,8 @@
     ├── BadRequest         400, vLLM's validation errors
     ├── NotFound           404, an unknown model or adapter
     ├── Unavailable        503, a paused server that rejects (vLLM 0.33)
-    ├── WorkerFailed       500, "Call to … method failed: …"
+    ├── CallFailed         500, "Call to … method failed: …"
+    │   └── WorkerFailed   the same from collective_rpc
     └── EngineDead         500, on every call once the engine process is gone
 
 The texts are those of vLLM 0.32. Unknown paths and wrong methods never come this far.
@@ -19,14 +20,15 @@ class SimError(Exception):
     status: ClassVar[int] = 500
     kind: ClassVar[str] = "InternalServerError"
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, kind: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self._kind = kind or self.kind
 
     def body(self) -> dict[str, object]:
         """The JSON body of the answer."""
-        return error_body(self.message, self.kind, self.status, self.param)
+        return error_body(self.message, self._kind, self.status, self.param)
 
 
 class BadRequest(SimError):
@@ -50,11 +52,22 @@ class Unavailable(SimError):
     kind = "ServiceUnavailableError"
 
 
-class WorkerFailed(SimError):
-    """A call to the engine core or its workers raised."""
+class CallFailed(SimError):
+    """A call to the engine core raised."""
 
-    def __init__(self, cause: object, method: str = "collective_rpc") -> None:
+    def __init__(self, cause: object, method: str) -> None:
         super().__init__(f"Call to {method} method failed: {cause}")
+
+
+class WorkerFailed(CallFailed):
+    """A call to the engine's workers raised."""
+
+    def __init__(self, cause: object) -> None:
+        super().__init__(
+            f"Worker failed with error '{cause}', "
+            "please check the stack trace above for the root cause",
+            "collective_rpc",
+        )
 
 
 class EngineDead(SimError):

@@ -5,7 +5,7 @@ FastAPI's ``{"detail": …}``. No route is defined here.
 """
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -40,9 +40,12 @@ def failure(error: SimError) -> web.Response:
     return answer(error.body(), error.status)
 
 
-def detail(status: int) -> web.Response:
+def detail(status: int, allow: Iterable[str] = ()) -> web.Response:
     """FastAPI's own answer to an unknown path (404) or a wrong method (405)."""
-    return answer({"detail": HTTPStatus(status).phrase}, status)
+    reply = answer({"detail": HTTPStatus(status).phrase}, status)
+    if allow:
+        reply.headers["Allow"] = ", ".join(allow)
+    return reply
 
 
 def phrase_error(message: str, status: int) -> web.Response:
@@ -51,25 +54,23 @@ def phrase_error(message: str, status: int) -> web.Response:
 
 
 async def body_object(request: web.BaseRequest) -> dict[str, Any]:
-    """The body as a JSON object, an absent one as an empty object.
+    """The body as a JSON object; empty for an absent body or one that is no object.
 
-    Raises `BadRequest` for anything else.
+    Raises `BadRequest` for JSON that does not parse.
     """
     raw = await request.read()
-    if not raw.strip():
-        return {}
+    if not raw.strip() or "json" not in request.content_type:
+        return {}  # FastAPI does not read a body that is not declared as JSON
     try:
         parsed = json.loads(raw)
-    except ValueError:
-        raise invalid("json_invalid", ["body"], "JSON decode error") from None
-    if not isinstance(parsed, dict):
-        raise invalid("dict_type", ["body"], "Input should be a valid dictionary")
-    return parsed
+    except json.JSONDecodeError as error:
+        raise invalid("json_invalid", ["body", str(error.pos)], "JSON decode error") from None
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def invalid(kind: str, loc: list[str], message: str) -> BadRequest:
     """A pydantic validation error as vLLM words it."""
-    problem = {"type": kind, "loc": tuple(loc), "msg": message}
+    problem = {"type": kind, "loc": ".".join(loc), "msg": message}
     return BadRequest(f"1 validation error:\n  {problem}", param=".".join(loc))
 
 

@@ -28,7 +28,7 @@ class InfoRoutes:
 
     def routes(self) -> Routes:
         """Path to method to handler."""
-        return {
+        table: Routes = {
             "/health": {"GET": self.health},
             "/ping": {"GET": self.health, "POST": self.health},
             "/version": {"GET": self.version},
@@ -39,6 +39,11 @@ class InfoRoutes:
             "/server_info": {"GET": self.server_info},
             "/tokenize": {"POST": self.tokenize},
             "/detokenize": {"POST": self.detokenize},
+        }
+        return table | (self._lora_routes() if self._options.lora else {})
+
+    def _lora_routes(self) -> Routes:
+        return {
             "/v1/load_lora_adapter": {"POST": self.load_lora},
             "/v1/unload_lora_adapter": {"POST": self.unload_lora},
         }
@@ -87,7 +92,10 @@ class InfoRoutes:
             "# TYPE vllm:num_requests_waiting gauge",
             f"vllm:num_requests_waiting{label} {float(len(requests) - running)}",
         ]
-        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
+        return web.Response(
+            text="\n".join(lines) + "\n",
+            headers={"Content-Type": "text/plain; version=1.0.0; charset=utf-8"},
+        )
 
     async def openapi(self, _request: web.BaseRequest) -> web.Response:
         """GET /openapi.json: which paths there are."""
@@ -137,6 +145,7 @@ class InfoRoutes:
             "data_parallel_index": dp_index,
             "data_parallel_external_lb": options.topology == "moe_dp",
             "data_parallel_hybrid_lb": False,
+            "is_moe_model": options.topology == "moe_dp",
             "enable_expert_parallel": options.topology == "moe_dp",
             "world_size": workers,
             "world_size_across_dp": workers * dp_size,
@@ -168,7 +177,9 @@ class InfoRoutes:
         name, path = field(body, "lora_name", str), field(body, "lora_path", str)
         async with self._engine.core():
             if name in self._engine.loras:
-                raise BadRequest(f"The lora adapter '{name}' has already been loaded.")
+                raise BadRequest(
+                    f"The lora adapter '{name}' has already been loaded.", kind="InvalidUserInput"
+                )
             self._engine.loras[name] = path
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 

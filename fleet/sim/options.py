@@ -23,6 +23,9 @@ class SimOptions:
     `dense_dp` deployment started with --data-parallel-rank (vLLM then reports a data parallel
     size of 1 and a `data_parallel_index` of the server's own); or one `moe_dp` deployment, where
     every server reports the world size of all of them.
+
+    `weight_endpoints` False leaves out the weight transfer routes, as a server without vLLM's
+    development mode does. `draft_model` and `lora` say whether those are configured.
     """
 
     replicas: int = 1
@@ -47,6 +50,7 @@ class SimOptions:
     asleep_behaviour: AsleepBehaviour = "die"
     weight_endpoints: bool = True
     draft_model: bool = True
+    lora: bool = True
     vllm_version: str = "0.32.0+sim"
 
     def __post_init__(self) -> None:

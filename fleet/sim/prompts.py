@@ -97,7 +97,9 @@ def _prompts(body: Mapping[str, Any]) -> list[list[int]]:
         if all(isinstance(item, int) for item in prompt):
             return [prompt]
         return [encode(item) if isinstance(item, str) else list(item) for item in prompt]
-    raise BadRequest("Either prompt or prompt_embeds must be provided and non-empty.")
+    raise BadRequest(
+        "Either prompt or prompt_embeds must be provided and non-empty.", kind="BadRequestError"
+    )
 
 
 def _job(
@@ -134,7 +136,9 @@ def check_model(model: Any, engine: "SimEngine") -> str:
     """The model's name, the served one if none is given. Raises `NotFound` for another."""
     if model is None or model == engine.options.model or model in engine.loras:
         return str(model or engine.options.model)
-    raise NotFound(f"The model `{model}` does not exist.", param="model")
+    raise NotFound(
+        f"The model `{model}` does not exist. Valid aliases: {engine.options.model}.", param="model"
+    )
 
 
 def _max_tokens(body: Mapping[str, Any]) -> int:
@@ -142,7 +146,11 @@ def _max_tokens(body: Mapping[str, Any]) -> int:
     if value is None:
         return _DEFAULT_MAX_TOKENS
     if not isinstance(value, int) or value < 1:
-        raise BadRequest(f"max_tokens must be at least 1, got {value}.", param="max_tokens")
+        raise BadRequest(
+            f"max_tokens must be at least 1, got {value}.",
+            param="max_tokens",
+            kind="BadRequestError",
+        )
     return value
 
 
@@ -150,6 +158,8 @@ def _check_length(prompt: int, limit: int, most: int) -> None:
     if prompt + limit > most:
         raise BadRequest(
             f"This model's maximum context length is {most} tokens. However, you requested "
-            f"{limit} output tokens and your prompt contains {prompt} input tokens.",
+            f"{limit} output tokens and your prompt contains at least {prompt} input tokens, for "
+            f"a total of at least {prompt + limit} tokens.",
             param="input_tokens",
+            kind="BadRequestError",
         )

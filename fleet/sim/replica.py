@@ -2,8 +2,8 @@
 
 A *boot* is the time between a start and a death; each has a new engine, so a restarted replica has
 a new instance id, its initial weights, version "default" and nothing paused. The log, the faults
-and the port outlive it. Threads that sit in a collective when a replica dies cannot be ended:
-they stop at their next step, or when the collective times out.
+and the port outlive it. A replica that dies inside a collective leaves it, so its peers fail, as
+they would after SIGKILL.
 """
 
 import asyncio
@@ -110,9 +110,6 @@ class SimReplica:
         boot.engine.die()
         await _break_connections(boot.runner)
         await boot.owner.close()
-        for worker in boot.engine.workers:
-            if not boot.engine.in_collective:
-                worker.shutdown()
 
     async def restart(self, after_s: float = 0.0) -> None:
         """Die, and boot again on the same port after `after_s` seconds."""

@@ -123,4 +123,6 @@ class RolloutRoutes:
 
 
 def _request_id(request: web.BaseRequest, body: dict[str, Any]) -> str:
-    return request.headers.get("X-Request-Id") or str(body.get("request_id") or uuid.uuid4().hex)
+    return request.headers.get("X-Request-Id") or str(
+        body.get("request_id") or uuid.uuid4().hex[:16]
+    )

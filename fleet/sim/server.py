@@ -173,7 +173,7 @@ async def _route(routes: Routes, request: web.BaseRequest) -> web.StreamResponse
         return detail(404)
     handler: Handler | None = methods.get(request.method)
     if handler is None:
-        return detail(405)
+        return detail(405, methods)
     try:
         return await handler(request)
     except SimError as error:

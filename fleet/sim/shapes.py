@@ -26,7 +26,7 @@ def whole(job: Job, engine: "SimEngine") -> dict[str, Any]:
     """The body of an answer that is not streamed."""
     choices = [_choice(job, index, request) for index, request in enumerate(job.batch)]
     if job.kind == "tokens":
-        head: dict[str, Any] = {"request_id": job.answer_id}
+        head: dict[str, Any] = {"request_id": job.answer_id, "model": job.model}
     else:
         head = _head(job, _OBJECTS[job.kind])
     return {**head, "choices": choices, "usage": usage(job), "sim": facts(job, engine)}
@@ -119,11 +119,11 @@ def _choice(job: Job, index: int, request: SimRequest) -> dict[str, Any]:
     }
     text = decode(request.token_ids)
     if job.kind == "text":
-        choice["text"] = text
+        choice |= {"text": text, "prompt_logprobs": None, "prompt_token_ids": None}
     elif job.kind == "chat":
-        choice["message"] = {"role": "assistant", "content": text}
-    if job.kind == "tokens" or job.return_token_ids:
-        choice["token_ids"] = request.token_ids
+        choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+    wanted = job.kind == "tokens" or job.return_token_ids
+    choice["token_ids"] = request.token_ids if wanted else None
     if job.kind == "tokens":
         choice["weight_versions"] = _version_spans(request)
     return choice

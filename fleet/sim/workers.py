@@ -1,10 +1,14 @@
 """The workers of a simulated replica: each holds its own tensors and its own rank in the group.
 
-The session rules and error texts are those of vLLM 0.32's ``v1/worker/gpu_worker.py``, kept per
-worker as there. All calls block and belong in a thread. With another backend than gloo a worker
-moves no data: it accepts any init and update as if the collective had completed at once.
+The session rules and error texts are those of vLLM 0.32's ``v1/worker/gpu_worker.py`` and of this
+project's gloo engine, kept per worker as there. A failed update leaves torn weights: real workers
+were seen to hold empty tensors afterwards, here all are zero until a full update comes.
+
+All calls block and belong in a thread. With another backend than gloo a worker moves no data: it
+accepts any init and update as if the collective had completed at once.
 """
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +17,10 @@ import torch
 from fleet.backends.gloo_group import GlooGroup, join_group
 from fleet.sim.weights import StateDict, combine_digests, load_tensor, tensor_digests
 
+Metadata = Mapping[str, Any]
+
 _REQUIRED = ("master_address", "master_port", "rank_offset", "world_size")
-_OPTIONAL = frozenset({"packed", "packed_buffer_size_bytes", "packed_num_buffers"})
+_OPTIONAL = ("timeout_s",)
 _METADATA = ("names", "dtype_names", "shapes")
 
 
@@ -29,32 +35,33 @@ class SimWorker:
         self._moves_data = moves_data
         self._timeout_s = timeout_s
         self._group: GlooGroup | None = None
-        self._previous: Mapping[str, Any] | None = None
-        self._killed = False
+        self._previous: dict[str, Metadata] = {}  # by kind of session
+        self._killed = threading.Event()
 
     @property
     def checksum(self) -> str:
         """One checksum of all its tensors."""
         return combine_digests(self.digests)
 
-    def init(self, info: Mapping[str, Any]) -> None:
+    def init(self, info: Metadata) -> None:
         """Join the group; returns once every rank is there.
 
         Raises ValueError for a bad body, and what `join_group` raises.
         """
         if not self._moves_data:
             return
-        _check_init(info)
+        _check_keys("init_info", info, _REQUIRED, _OPTIONAL)
         self.shutdown()
-        group = join_group(
+        self._previous.clear()
+        self._group = join_group(
             info["master_address"],
             info["master_port"],
             info["rank_offset"] + self.rank,
             info["world_size"],
-            timeout_s=self._timeout_s,
+            timeout_s=info.get("timeout_s", self._timeout_s),
+            cancelled=self._killed,
         )
-        self._group = group
-        if self._killed:
+        if self._killed.is_set():
             self.shutdown()
 
     def start(self, kind: str) -> None:
@@ -66,14 +73,17 @@ class SimWorker:
             )
         self.session = kind
 
-    def update(self, info: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
+    def update(self, info: Metadata | list[Metadata]) -> None:
         """Receive one chunk; a failure closes the session, as in vLLM."""
         if self.session is None:
             raise RuntimeError("start_weight_update must be called before update_weights.")
         try:
-            self._receive(info[self.rank] if isinstance(info, list) else info)
+            self._receive(self.session, info[self.rank] if isinstance(info, list) else info)
         except BaseException:
+            if self.session == "model":
+                self.zero()
             self.session = None
+            self.shutdown()
             raise
 
     def finish(self) -> None:
@@ -97,54 +107,53 @@ class SimWorker:
             group.close()
 
     def kill(self) -> None:
-        """Make a thread that is still inside a collective stop at its next step."""
-        self._killed = True
+        """Leave at once, from any thread: a join is cancelled, a broadcast ends for all ranks."""
+        self._killed.set()
+        # closing may wait for gloo's own threads, and the caller is the event loop
+        threading.Thread(target=self.shutdown, name="sim-leave", daemon=True).start()
 
-    def _receive(self, info: Mapping[str, Any]) -> None:
+    def _receive(self, kind: str, info: Metadata) -> None:
         if not self._moves_data:
             return
-        metadata = self._metadata(info)
-        if self._group is None:
-            raise RuntimeError(
-                "Gloo weight transfer not initialized. Call init_transfer_engine() first."
+        group = self._group
+        if group is None:
+            raise RuntimeError("gloo weight transfer: no group, /init_weight_transfer_engine first")
+        metadata = self._complete(kind, info)
+        for name, dtype, shape in zip(*(metadata[key] for key in _METADATA), strict=True):
+            tensor = torch.empty(shape, dtype=_dtype(dtype))
+            group.broadcast(tensor, src=0)
+            if kind == "model":  # no answer here depends on a draft model
+                load_tensor(self.state, name, tensor)
+        if kind == "model":
+            self.digests |= tensor_digests({name: self.state[name] for name in metadata["names"]})
+
+    def _complete(self, kind: str, info: Metadata) -> Metadata:
+        """Names, dtypes and shapes of this chunk; all empty stands for the previous update's."""
+        _check_keys("update_info", info, (), _METADATA)
+        chunk = {key: info.get(key, []) for key in _METADATA}
+        if len({len(values) for values in chunk.values()}) != 1:
+            raise ValueError("names, dtype_names and shapes differ in length")
+        if chunk["names"]:
+            self._previous[kind] = chunk
+        elif kind not in self._previous:
+            raise ValueError(
+                "gloo weight transfer: an update without names reuses those of the update before "
+                "it, but this worker has had none since it joined the group"
             )
-        received: StateDict = {}
-        try:
-            for name, dtype, shape in zip(*(metadata[key] for key in _METADATA), strict=True):
-                received[name] = self._receive_one(self._group, name, dtype, shape)
-        finally:
-            self.digests.update(tensor_digests(received))
-        self._previous = metadata
-
-    def _receive_one(
-        self, group: GlooGroup, name: str, dtype: str, shape: list[int]
-    ) -> torch.Tensor:
-        if self._killed:
-            group.close()
-            raise RuntimeError("the process was killed")
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        group.broadcast(tensor, src=0)
-        if self.session == "model":  # no answer here depends on a draft model
-            load_tensor(self.state, name, tensor)
-        return self.state[name]
-
-    def _metadata(self, info: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Names, dtypes and shapes of this chunk; all empty stands for the previous call's."""
-        unknown = sorted(set(info) - set(_METADATA))
-        missing = [key for key in _METADATA if key not in info]
-        if unknown or missing:
-            raise ValueError(f"Invalid update_info: unknown {unknown}, missing {missing}")
-        if len({len(info[key]) for key in _METADATA}) != 1:
-            raise ValueError("`dtype_names` and `shapes` should be of the same size as `names`")
-        if info["names"]:
-            return info
-        if self._previous is None:
-            raise ValueError("empty metadata, and no previous update to take it from")
-        return self._previous
+        return self._previous[kind]
 
 
-def _check_init(info: Mapping[str, Any]) -> None:
-    missing = [key for key in _REQUIRED if key not in info]
-    unknown = sorted(set(info) - set(_REQUIRED) - _OPTIONAL)
+def _check_keys(
+    what: str, info: Metadata, required: tuple[str, ...], optional: tuple[str, ...]
+) -> None:
+    missing = [key for key in required if key not in info]
+    unknown = sorted(set(info) - {*required, *optional})
     if missing or unknown:
-        raise ValueError(f"Invalid init_info: unknown {unknown}, missing {missing}")
+        raise ValueError(f"Invalid {what}: missing {missing}, unexpected {unknown}")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"gloo weight transfer: {name!r} is no torch dtype")
+    return dtype
