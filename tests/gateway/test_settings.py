@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-KINDS: dict[str, object] = {name: field.annotation for name, field in setting_names().items()}
-NUMBERS = [name for name, kind in KINDS.items() if kind in (int, float)]
+KINDS = {name: str(field.annotation) for name, field in setting_names().items()}
+NUMBERS = [name for name, kind in KINDS.items() if kind in (str(int), str(float))]
 
 
 def from_environment(**environ: str) -> Settings:
