@@ -134,8 +134,7 @@ class ControlRoutes:
 
     async def finish(self, request: web.BaseRequest) -> web.Response:
         """POST /finish_weight_update, with or without a version."""
-        raw = await request.read()
-        version = (await body_object(request)).get("weight_version") if raw else None
+        version = (await body_object(request, lacking="weight_version")).get("weight_version")
         if version is not None and not isinstance(version, str):
             raise invalid(
                 "string_type", ["body", "weight_version"], "Input should be a valid string"

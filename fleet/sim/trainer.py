@@ -55,6 +55,13 @@ class SimTrainer:
         self._group: GlooGroup | None = None
         self._sent: dict[str, Any] | None = None
 
+    @property
+    def group(self) -> GlooGroup:
+        """The group, for a test that broadcasts by itself. Raises RuntimeError outside of one."""
+        if self._group is None:
+            raise RuntimeError("init() comes first")
+        return self._group
+
     def init(self, world_size: int | None = None) -> None:
         """Form the group with all workers; `world_size` None asks the server for their number.
 
@@ -143,10 +150,9 @@ class SimTrainer:
         )
 
     def _broadcast(self, state: Mapping[str, torch.Tensor]) -> None:
-        if self._group is None:
-            raise RuntimeError("init() comes first")
+        group = self.group
         for tensor in state.values():
-            self._group.broadcast(tensor, src=0)
+            group.broadcast(tensor, src=0)
 
     def _leave(self) -> None:
         self._sent = None

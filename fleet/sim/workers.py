@@ -1,8 +1,8 @@
 """The workers of a simulated replica: each holds its own tensors and its own rank in the group.
 
 The session rules and error texts are those of vLLM 0.32's ``v1/worker/gpu_worker.py`` and of this
-project's gloo engine, kept per worker as there. A failed update leaves torn weights: real workers
-were seen to hold empty tensors afterwards, here all are zero until a full update comes.
+project's gloo engine, kept per worker as there. What a worker holds after a failed update is not
+defined; here it is zeros until a full update comes, so that a test notices if it is used.
 
 All calls block and belong in a thread. With another backend than gloo a worker moves no data: it
 accepts any init and update as if the collective had completed at once.
