@@ -41,5 +41,5 @@ def arrivals(members: Iterable[str], outcomes: Mapping[str, Outcome]) -> Barrier
 
 def only_deadlines_passed(outcomes: Mapping[str, Outcome]) -> bool:
     """Whether silence, and nothing but silence, kept the barrier closed."""
-    bad = [o.outcome for o in outcomes.values() if not o.ok]
+    bad = [o.outcome for o in outcomes.values() if o.bad]
     return bool(bad) and all(o in (Result.TIMEOUT, Result.WEDGED) for o in bad)

@@ -41,9 +41,13 @@ class UpdateRequested(Event, frozen=True, kw_only=True):
 
 
 class FinishRequested(Event, frozen=True, kw_only=True):
-    """A trainer closes the update; `version` is its own label, `full` what the names cover."""
+    """A trainer closes the update; `version` is its own label, `full` what the names cover.
+
+    `names_key` is where the store keeps the names that the round rests on, if it is full.
+    """
 
     full: bool
+    names_key: str | None = None
     version: str | None = None
     auto_version: bool = True
 
@@ -91,7 +95,9 @@ class StartFailed(Answered, frozen=True, kw_only=True):
 
 
 class Undone(Answered, frozen=True, kw_only=True):
-    """What a refused pause or start had done is taken back."""
+    """What a refused pause or start had done is taken back; `closed` ended their sessions."""
+
+    closed: tuple[str, ...] = ()
 
 
 class UpdateArrived(Answered, frozen=True, kw_only=True):
@@ -132,7 +138,12 @@ class Archive(Action, frozen=True, kw_only=True):
 
 
 class CloseSessions(Action, frozen=True, kw_only=True):
-    """Send a bare finish where a session may still be open; a 500 is fine."""
+    """Send a bare finish where a session may still be open; a 500 is fine.
+
+    `wait` says that the next action needs them closed; otherwise nobody waits for it.
+    """
+
+    wait: bool
 
 
 class SendInit(Action, frozen=True, kw_only=True):
@@ -169,6 +180,10 @@ class SendResume(Action, frozen=True, kw_only=True):
     """Reset the prefix caches of the members if asked, then resume `targets`."""
 
     reset_caches: bool
+
+
+class Unpause(Action, frozen=True, kw_only=True):
+    """Resume `targets` outside of any round."""
 
 
 class SendShutdown(Action, frozen=True, kw_only=True):

@@ -41,6 +41,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the replica did what it was asked."""
         return self.outcome is Result.OK
 
+    @property
+    def bad(self) -> bool:
+        """Whether the replica was asked and did not do it."""
+        return self.outcome not in (Result.OK, Result.SKIPPED)
+
     def public(self) -> dict[str, Any]:
         """Return the four fields of the error shape."""
         return {
@@ -61,5 +66,5 @@ def describe_failures(outcomes: dict[str, Outcome]) -> str:
     return "; ".join(
         f"{replica}: {outcome.outcome.value}" + (f" ({outcome.detail})" if outcome.detail else "")
         for replica, outcome in outcomes.items()
-        if not outcome.ok and outcome.outcome is not Result.SKIPPED
+        if outcome.bad
     )

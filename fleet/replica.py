@@ -121,8 +121,8 @@ def state_of(
         (not replica.known, ReplicaState.JOINING, "not probed yet"),
         (replica.draining, ReplicaState.DRAINING, "an operator asked for it"),
         (updating, ReplicaState.UPDATING, "inside start..finish of the open round"),
-        (replica.fence is not None, ReplicaState.FENCED, replica.fence or ""),
         (replica.sleep is not None, ReplicaState.ASLEEP, _sleep_reason(replica.sleep)),
+        (replica.fence is not None, ReplicaState.FENCED, replica.fence or ""),
         (
             replica.holds != commit_index,
             ReplicaState.STALE,

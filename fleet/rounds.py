@@ -52,6 +52,7 @@ from fleet.events import (
     StartFailed,
     StartRequested,
     Undone,
+    Unpause,
     UpdateArrived,
     UpdateFailed,
     UpdateRequested,
@@ -59,7 +60,6 @@ from fleet.events import (
 from fleet.outcome import Result, describe_failures
 from fleet.replica import Replica
 from fleet.state import (
-    COMMITS_KEPT,
     IN_SESSION,
     FleetState,
     Group,
@@ -145,7 +145,9 @@ def advance(state: FleetState, event: Event) -> Step:
     """
     phase = TRANSITIONS[state.phase].get(type(event))
     if phase is None:
-        raise IllegalTransition(_story(state, event))
+        raise IllegalTransition(
+            story(state, type(event).__name__.removesuffix("Requested").lower())
+        )
     following = change(state, phase=phase)
     return _RULES[type(event)](following, event)
 
@@ -169,7 +171,7 @@ def _init_requested(state: FleetState, event: InitRequested) -> Step:
         next_round=state.next_round + 1,
     )
     left_open = _ids(r for r in state.members() if r.session_open)
-    actions = (CloseSessions(targets=left_open), SendInit(targets=group.members))
+    actions = (CloseSessions(targets=left_open, wait=True), SendInit(targets=group.members))
     return state, (*_archive(before.round, event), *actions)
 
 
@@ -192,9 +194,9 @@ def _start_requested(state: FleetState, event: StartRequested) -> Step:
     opened = change(opened, draft=event.draft, opened_by=event.by)
     state = change(state, round=opened, next_round=max(state.next_round, opened.id + 1))
     members = state.members()
-    running = _ids(r for r in members if not r.paused) if event.auto_pause else ()
+    running = _ids(r for r in members if not r.paused and not r.sleep) if event.auto_pause else ()
     left_open = _ids(r for r in members if r.session_open)
-    return state, (CloseSessions(targets=left_open), SendPause(targets=running))
+    return state, (CloseSessions(targets=left_open, wait=True), SendPause(targets=running))
 
 
 def _pause_arrived(state: FleetState, event: PauseArrived) -> Step:
@@ -217,8 +219,7 @@ def _start_arrived(state: FleetState, event: StartArrived) -> Step:
 
 def _start_failed(state: FleetState, event: StartFailed) -> Step:
     state = _recorded(state, Phase.STARTING, event)
-    resume = () if state.pause else _ids(r for r in state.members() if r.paused)
-    return state, (SendUndo(targets=_perhaps_done(event), resume=resume),)
+    return state, (SendUndo(targets=_perhaps_done(event), resume=_to_resume(state)),)
 
 
 def _undone(state: FleetState, event: Undone) -> Step:
@@ -233,7 +234,8 @@ def _undone(state: FleetState, event: Undone) -> Step:
     )
     ok = [r for r, o in event.outcomes.items() if o.ok]
     stuck = [r for r, o in event.outcomes.items() if not o.ok]
-    state = _changed(state, ok, session_open=False, paused=state.pause is not None)
+    state = _changed(state, ok, paused=state.pause is not None)
+    state = _changed(state, event.closed, session_open=False)
     if session_was_open:
         state = _changed(state, stuck, fence=f"{_name(state)}: its start could not be undone")
     return change(state, round=None), (Archive(round=done),)
@@ -241,8 +243,8 @@ def _undone(state: FleetState, event: Undone) -> Step:
 
 def _update_requested(state: FleetState, event: UpdateRequested) -> Step:
     group = _group(state)
-    if event.announces and not group.announced:
-        state = change(state, group=change(group, announced=True))
+    if event.announces:
+        state = change(state, group=change(group, announced_in=_round(state).id))
     return state, (SendUpdate(targets=group.members),)
 
 
@@ -257,7 +259,7 @@ def _update_failed(state: FleetState, event: UpdateFailed) -> Step:
     state = _fence_members(state, event, "update")
     state = _failed(_wedge(state, event, "update"), event, "update")
     answered = _ids(r for r in state.members() if r.reachable and r.session_open)
-    return state, (CloseSessions(targets=answered),)
+    return state, (CloseSessions(targets=answered, wait=False),)
 
 
 def _finish_requested(state: FleetState, event: FinishRequested) -> Step:
@@ -266,7 +268,8 @@ def _finish_requested(state: FleetState, event: FinishRequested) -> Step:
     if version is None and event.auto_version and not open_round.draft:
         version = str(state.counter + 1)
     full = event.full and not open_round.draft
-    state = change(state, round=change(open_round, version=version, full=full))
+    named = change(open_round, version=version, full=full, names_key=event.names_key)
+    state = change(state, round=named)
     return state, (SendFinish(targets=_member_ids(state), version=version),)
 
 
@@ -277,11 +280,11 @@ def _finish_arrived(state: FleetState, event: FinishArrived) -> Step:
     open_round = _round(state)
     if not open_round.draft:
         state = _commit(state, open_round)
+        state = change(state, fullest=open_round.names_key or state.fullest)
     done = change(_round(state), result=RoundResult.COMMITTED, closed_at=event.now)
     state = change(state, round=done)
-    resume = () if state.pause else _ids(r for r in state.members() if r.paused)
-    auto_paused = any(r.paused for r in state.members())
-    return state, (SendResume(targets=resume, reset_caches=not auto_paused),)
+    ran_on = not any(r.paused or r.sleep for r in state.members())
+    return state, (SendResume(targets=_to_resume(state), reset_caches=ran_on),)
 
 
 def _finish_failed(state: FleetState, event: FinishFailed) -> Step:
@@ -291,7 +294,7 @@ def _finish_failed(state: FleetState, event: FinishFailed) -> Step:
     state = _changed(state, completed, session_open=False, version=_round(state).version)
     state = _failed(_wedge(state, event, "finish"), event, "finish")
     left_open = _ids(r for r in state.members() if r.reachable and r.session_open)
-    return state, (CloseSessions(targets=left_open),)
+    return state, (CloseSessions(targets=left_open, wait=False),)
 
 
 def _resumed(state: FleetState, event: Resumed) -> Step:
@@ -319,9 +322,9 @@ def _reset_requested(state: FleetState, event: ResetRequested) -> Step:
     in_session = [r.id for r in state.members() if r.session_open] if was_open else []
     state = _changed(state, in_session, fence=f"{_name(state)} was abandoned by {event.by}")
     state = _changed(state, event.silent, wedged=f"silent when {_name(state)} was abandoned")
-    resume = () if state.pause else _ids(r for r in state.members() if r.paused and not r.fence)
-    state = change(state, group=None, round=None)
-    return state, (*archive, SendResume(targets=resume, reset_caches=False))
+    resume = _to_resume(state)
+    state = change(state, group=None, round=None, fullest=None)
+    return state, (*archive, Unpause(targets=resume))
 
 
 _RULES: dict[type[Event], Callable[[FleetState, Any], Step]] = {
@@ -351,21 +354,10 @@ _RULES: dict[type[Event], Callable[[FleetState, Any], Step]] = {
 def _commit(state: FleetState, done: Round) -> FleetState:
     """Move the version and say who holds it: everyone after a full round, else the current ones."""
     version = done.version if done.version is not None else state.weight_version
-    before, index = state.commit_index, state.commit_index + 1
+    before = state.commit_index
     holders = [r for r in state.members() if done.full or (r.holds == before and not r.fence)]
-    numeric = int(version) if version is not None and _is_number(version) else 0
-    state = change(
-        state,
-        commit_index=index,
-        weight_version=version,
-        commits=(*state.commits, version or "default")[-COMMITS_KEPT:],
-        counter=max(state.counter, numeric),
-    )
-    return _changed(state, _ids(holders), holds=index, fence=None, version=version)
-
-
-def _is_number(version: str) -> bool:
-    return version.isascii() and version.isdigit() and len(version) <= 18
+    state = state.with_commit(version)
+    return _changed(state, _ids(holders), holds=state.commit_index, fence=None, version=version)
 
 
 def _fence_members(state: FleetState, event: Answered, phase: str) -> FleetState:
@@ -415,6 +407,16 @@ def _changed(state: FleetState, ids: Iterable[str], **changes: Any) -> FleetStat
     return state.with_replicas(change(replica, **changes) for replica in known)
 
 
+def _to_resume(state: FleetState) -> tuple[str, ...]:
+    """Return whom the round may resume: not over the trainer's pause, never mixed or asleep ones.
+
+    A sleeping server's scheduler is resumed by its own wake-up (vllm/v1/engine/core.py, 0.32).
+    """
+    if state.pause is not None:
+        return ()
+    return _ids(r for r in state.members() if r.paused and not r.fence and not r.sleep)
+
+
 def _ids(replicas: Iterable[Replica]) -> tuple[str, ...]:
     return tuple(replica.id for replica in replicas)
 
@@ -435,17 +437,16 @@ def _name(state: FleetState) -> str:
     return f"round {state.round.id}" if state.round else "the round"
 
 
-def _story(state: FleetState, event: Event) -> str:
+def story(state: FleetState, asked: str) -> str:
     """Say what was asked, what the fleet is doing instead, who asked for that and since when."""
-    asked = type(event).__name__.removesuffix("Requested").lower()
     told = f"{asked} does not follow in phase {state.phase}"
-    if state.round is not None:
-        told += (
-            f"; round {state.round.id} (generation {state.round.generation}) was opened by "
-            f"{state.round.opened_by} at {state.round.opened_at:.3f}"
-        )
-        if state.round.reason:
-            told += f" and ended: {state.round.reason}"
-        elif state.phase in IN_SESSION:
-            told += " and is still open"
-    return told
+    if state.round is None:
+        return told
+    current = state.round
+    told += (
+        f"; round {current.id} (generation {current.generation}) was opened by "
+        f"{current.opened_by} at {current.opened_at:.3f}"
+    )
+    if current.reason:
+        return f"{told} and ended: {current.reason}"
+    return f"{told} and is still open" if state.phase in IN_SESSION else told

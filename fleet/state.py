@@ -19,6 +19,10 @@ COMMITS_KEPT = 1000
 """How many committed versions stay known, for X-Min-Weight-Version by commit order."""
 
 
+UNSET_VERSION = "default"
+"""What /weight_info says before any version is set (vllm/v1/engine, 0.32)."""
+
+
 class Phase(StrEnum):
     """Where the fleet stands between one weight version and the next."""
 
@@ -88,6 +92,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
     closed_at: float | None = None
     kv: str = "current"
+    names_key: str | None = None
     records: tuple[PhaseRecord, ...] = ()
 
 
@@ -95,8 +100,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """The membership frozen at init: who has which ranks, and who was left out and why.
 
     `instances` is the instance each member had at init, to tell a restart from a survivor.
-    `announced` says that this generation has received tensor metadata, so that empty metadata
-    («reuse the previous call's») has something to stand for.
+    `announced_in` is the last round of this generation that named tensors, which empty metadata
+    («reuse the previous call's») stands for.
     """
 
     generation: int
@@ -106,7 +111,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     left_out: dict[str, str]
     opened_by: str
     opened_at: float
-    announced: bool = False
+    announced_in: int | None = None
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -127,6 +132,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     """The whole fleet. `commit_index` counts commits; `commits` holds the last versions in order.
 
     `weight_version` is None until one is committed. `counter` is the last automatic number.
+    `fullest` is the store key of the names of the fullest round so far.
     """
 
     name: str
@@ -138,6 +144,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     counter: int = 0
     next_round: int = 1
     kv: str = "current"
+    fullest: str | None = None
     replicas: dict[str, Replica] = {}
     group: Group | None = None
     round: Round | None = None
@@ -187,10 +194,25 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
                 return self.commit_index - back
         return None
 
+    def with_commit(self, version: str | None) -> FleetState:
+        """Return the state with one more commit; a higher numeric label moves the counter."""
+        numeric = int(version) if version and _is_number(version) else 0
+        return msgspec.structs.replace(
+            self,
+            commit_index=self.commit_index + 1,
+            weight_version=version,
+            commits=(*self.commits, version or UNSET_VERSION)[-COMMITS_KEPT:],
+            counter=max(self.counter, numeric),
+        )
+
     def with_replicas(self, changed: Iterable[Replica]) -> FleetState:
         """Return the state with these replicas put in the place of those with the same id."""
         replicas = {**self.replicas, **{replica.id: replica for replica in changed}}
         return msgspec.structs.replace(self, replicas=replicas)
+
+
+def _is_number(version: str) -> bool:
+    return version.isascii() and version.isdigit() and len(version) <= 18
 
 
 def record_outcomes(

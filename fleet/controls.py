@@ -1,0 +1,300 @@
+"""Control calls outside a weight update: pausing, sleeping, labels, caches, adapters, checks.
+
+Each reaches every replica that can answer, all at once, and fails if one of them fails. What a
+call changes for routing (paused, asleep, which label) is written down before the first replica
+hears of it, so that the gate and the router never lag behind the servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import time
+from typing import Any, cast
+from urllib.parse import urlencode
+
+import msgspec
+
+from fleet.bodies import check_version
+from fleet.errors import BadInput, DeadlinePassed, MemberFailed, PauseNotReached, WrongPhase
+from fleet.explain import count_states, failure_kind
+from fleet.gate import Gate
+from fleet.layout import count_workers
+from fleet.ledger import Ledger
+from fleet.membership import candidates_for, marked, relabelled
+from fleet.options import FleetOptions
+from fleet.outcome import Outcome, describe_failures, skipped
+from fleet.performer import Performer
+from fleet.replica import Replica, Sleep
+from fleet.replica_client import Call
+from fleet.state import IN_SESSION, ROUND_OPEN, FleetState, TrainerPause
+
+change = msgspec.structs.replace
+
+Outcomes = dict[str, Outcome]
+
+PAUSE_MODES = ("abort", "wait", "keep")
+WAKE_TAGS = ("weights", "kv_cache", "scheduling")
+
+
+class Controls:
+    """Carries out control calls over the whole fleet."""
+
+    def __init__(
+        self, ledger: Ledger, performer: Performer, gate: Gate, options: FleetOptions
+    ) -> None:
+        self._ledger = ledger
+        self._performer = performer
+        self._gate = gate
+        self._options = options
+
+    # -- pausing -----------------------------------------------------------------------------------
+
+    async def pause(self, mode: str, *, clear_cache: bool, by: str) -> Outcomes:
+        """Close the gate and pause every replica; those that paused are resumed if one did not.
+
+        Raises PauseNotReached, after which the caller may simply retry. Inside an open round the
+        replicas are paused already, so the pause only outlives the round.
+        """
+        _check_choice("mode", mode, PAUSE_MODES)
+        before = self._ledger.state.pause
+        since = before.since if before else time()
+        asked = TrainerPause(mode=mode, clear_cache=clear_cache, by=by, since=since)
+        state = await self._ledger.amend(lambda s: change(s, pause=asked))
+        await self._gate.closed()
+        targets, outcomes = self._reachable(state)
+        if state.phase in ROUND_OPEN:
+            targets = [r for r in targets if not state.replicas[r].paused]
+        outcomes |= await self._send_pause(targets, mode, clear_cache=clear_cache)
+        if _failed(outcomes):
+            await self._undo_pause(before, outcomes)
+        await self._ledger.amend(lambda s: _paused(s, targets, cleared=clear_cache))
+        return outcomes
+
+    async def _send_pause(self, targets: list[str], mode: str, *, clear_cache: bool) -> Outcomes:
+        query = urlencode({"mode": mode, "clear_cache": str(clear_cache).lower()})
+        deadline_s = self._performer.pause_deadline(mode)
+        return await self._performer.ask(
+            targets, lambda _: Call("POST", "/pause", query), deadline_s
+        )
+
+    async def _undo_pause(self, before: TrainerPause | None, outcomes: Outcomes) -> None:
+        """Leave the fleet as it was found, then say who did not pause."""
+        resumed: Outcomes = {}
+        if before is None and self._ledger.state.phase not in ROUND_OPEN:
+            done = [r for r, o in outcomes.items() if o.ok or not o.status]
+            resumed = await self._resume_calls(done)
+        await self._ledger.amend(lambda s: change(s, pause=before))
+        told = f"pause failed on {describe_failures(outcomes)}"
+        left = [r for r, o in resumed.items() if not o.ok]
+        if left:
+            told += f"; not resumed again: {', '.join(left)}"
+        raise PauseNotReached(
+            f"{told}. Fleet now: {count_states(self._ledger.state)}",
+            hint="what had been paused was resumed; retry the pause",
+            outcomes=outcomes,
+        )
+
+    async def resume(self) -> Outcomes:
+        """Resume every replica whose weights are known, then open the gate; idempotent.
+
+        Refused inside an open round: a running engine between start and finish dies.
+        """
+        self._refuse_in(ROUND_OPEN, "resume", "the round resumes what it paused by itself")
+        state = self._ledger.state
+        targets, outcomes = self._reachable(state)
+        fenced = {r for r in targets if state.replicas[r].fence}
+        outcomes |= {r: skipped("fenced: stays paused until a full update") for r in fenced}
+        asleep = {r for r in targets if state.replicas[r].sleep} - fenced
+        outcomes |= {r: skipped("asleep: resumes when it wakes up") for r in asleep}
+        running = [r for r in targets if r not in fenced | asleep]
+        outcomes |= await self._resume_calls(running)
+        resumed = [r for r in running if outcomes[r].ok]
+        await self._ledger.amend(lambda s: marked(s, resumed, paused=False))
+        self._raise_if_failed("resume", outcomes)
+        await self._ledger.amend(lambda s: change(s, pause=None))
+        return outcomes
+
+    async def _resume_calls(self, targets: Iterable[str]) -> Outcomes:
+        deadline_s = self._options.deadlines.control_s
+        return await self._performer.ask(targets, lambda _: Call("POST", "/resume"), deadline_s)
+
+    # -- sleeping ----------------------------------------------------------------------------------
+
+    async def sleep(self, level: int, mode: str) -> Outcomes:
+        """Put every replica to sleep; from the first moment on none of them is routed to."""
+        _check_choice("mode", mode, PAUSE_MODES)
+        if level not in (0, 1, 2):
+            raise BadInput(f"level must be 0, 1 or 2, not {level}")
+        self._refuse_in(ROUND_OPEN, "sleep", "finish or reset the round first")
+        targets, outcomes = self._reachable(self._ledger.state)
+        await self._ledger.amend(lambda s: marked(s, targets, sleep=Sleep(level=level)))
+        await self._gate.closed()
+        query = urlencode({"level": level, "mode": mode})
+        outcomes |= await self._ask(targets, Call("POST", "/sleep", query))
+        failed = [r for r in targets if outcomes[r].status is not None and not outcomes[r].ok]
+        asleep = [r for r in targets if r not in failed]
+        await self._ledger.amend(lambda s: _slept(s, asleep=asleep, awake=failed, level=level))
+        self._raise_if_failed("sleep", outcomes)
+        return outcomes
+
+    async def wake_up(self, tags: tuple[str, ...]) -> Outcomes:
+        """Wake parts of every replica; it serves again when all of its parts are awake.
+
+        Refused inside start..finish, since a server that wakes up fully also resumes.
+        """
+        for tag in tags:
+            _check_choice("tags", tag, WAKE_TAGS)
+        self._refuse_in(IN_SESSION, "wake_up", "finish the update first")
+        targets, outcomes = self._reachable(self._ledger.state)
+        query = urlencode([("tags", tag) for tag in tags])
+        outcomes |= await self._ask(targets, Call("POST", "/wake_up", query))
+        awake = {r: outcomes[r].answer for r in targets if outcomes[r].ok}
+        await self._ledger.amend(lambda s: _woken(s, awake, tags))
+        self._raise_if_failed("wake_up", outcomes)
+        return outcomes
+
+    # -- labels and numbers ------------------------------------------------------------------------
+
+    async def relabel(self, version: str) -> Outcomes:
+        """Give every current replica another version label and commit it, or none of them."""
+        check_version(version)
+        self._refuse_in(ROUND_OPEN, "update_weight_version", "finish or reset the round first")
+        state = self._ledger.state
+        targets, outcomes = self._reachable(state)
+        current = [r for r in targets if _is_current(state, state.replicas[r])]
+        outcomes |= {
+            r: skipped("not at the committed version") for r in set(targets) - set(current)
+        }
+        outcomes |= await self._ask(current, _relabel_call(version))
+        if _failed(outcomes):
+            done = [r for r in current if outcomes[r].ok]
+            back = await self._ask(done, _relabel_call(state.weight_version or "default"))
+            lost = [r for r, o in back.items() if not o.ok]
+            self._raise_if_failed("update_weight_version", outcomes, also=_not_set_back(lost))
+        await self._ledger.amend(lambda s: relabelled(s, current, version))
+        return outcomes
+
+    async def count_workers(self, *, include_dp: bool) -> int:
+        """Return the workers that the next init would find."""
+        state = self._ledger.state
+        candidates, _ = candidates_for(state, None)
+        if include_dp:
+            return count_workers(candidates)
+        call = Call("GET", "/get_world_size", "include_dp=false")
+        outcomes = await self._ask([r.id for r in candidates], call)
+        self._raise_if_failed("get_world_size", outcomes)
+        sized = [_with_workers(r, outcomes[r.id].answer) for r in candidates]
+        return count_workers(sized)
+
+    # -- everything else ---------------------------------------------------------------------------
+
+    async def broadcast(self, call: Call, what: str) -> Outcomes:
+        """Make one call on every replica that can answer; MemberFailed if one of them fails."""
+        self._refuse_in(IN_SESSION, what, "finish or reset the round first")
+        targets, outcomes = self._reachable(self._ledger.state)
+        outcomes |= await self._ask(targets, call)
+        self._raise_if_failed(what, outcomes)
+        return outcomes
+
+    async def abort(self, body: bytes) -> Outcomes:
+        """Abort rollouts everywhere; needs no phase and no lease."""
+        state = self._ledger.state
+        targets = [r.id for r in state.replicas.values() if r.known and r.lost is None]
+        outcomes = await self._ask(targets, Call("POST", "/abort_requests", body=body))
+        self._raise_if_failed("abort_requests", outcomes)
+        return outcomes
+
+    async def caches_cleared(self) -> None:
+        """Write down that no prefix cache rests on old weights any more."""
+        await self._ledger.amend(lambda s: s if s.kv == "current" else change(s, kv="current"))
+
+    async def _ask(self, targets: Iterable[str], call: Call) -> Outcomes:
+        return await self._performer.ask(targets, lambda _: call, self._options.deadlines.control_s)
+
+    @staticmethod
+    def _reachable(state: FleetState) -> tuple[list[str], Outcomes]:
+        """Return who can be called, and why the others are skipped."""
+        targets: list[str] = []
+        others: Outcomes = {}
+        for replica in state.replicas.values():
+            if replica.known and replica.reachable and replica.refusal is None:
+                targets.append(replica.id)
+            else:
+                why = replica.lost or replica.wedged or replica.refusal or "not probed yet"
+                others[replica.id] = skipped(why)
+        return targets, others
+
+    def _refuse_in(self, phases: Iterable[Any], call: str, hint: str) -> None:
+        state = self._ledger.state
+        if state.phase in phases:
+            opened = f" of round {state.round.id} ({state.round.opened_by})" if state.round else ""
+            raise WrongPhase(f"{call} is refused in phase {state.phase}{opened}", hint=hint)
+
+    def _raise_if_failed(self, what: str, outcomes: Outcomes, also: str = "") -> None:
+        if not _failed(outcomes):
+            return
+        kind: type[MemberFailed | DeadlinePassed] = failure_kind(outcomes)
+        raise kind(
+            f"{what} failed on {describe_failures(outcomes)}{also}. "
+            f"Fleet now: {count_states(self._ledger.state)}",
+            hint="the other replicas did what was asked; retry, or look at GET /fleet/replicas",
+            outcomes=outcomes,
+        )
+
+
+def _failed(outcomes: Outcomes) -> bool:
+    return any(outcome.bad for outcome in outcomes.values())
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise BadInput(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+
+
+def _is_current(state: FleetState, replica: Replica) -> bool:
+    return replica.holds == state.commit_index and replica.fence is None
+
+
+def _paused(state: FleetState, targets: Iterable[str], *, cleared: bool) -> FleetState:
+    state = marked(state, targets, paused=True)
+    return change(state, kv="current") if cleared and state.phase not in ROUND_OPEN else state
+
+
+def _slept(state: FleetState, *, asleep: list[str], awake: list[str], level: int) -> FleetState:
+    """Level 2 discards the weights, so only a full update makes such a replica eligible again."""
+    state = marked(state, awake, sleep=None)
+    if level < 2:
+        return state
+    return marked(state, asleep, fence="sleep level 2 discarded its weights", holds=None)
+
+
+def _woken(state: FleetState, answers: dict[str, Any], tags: tuple[str, ...]) -> FleetState:
+    known = [(state.replicas[r], answer) for r, answer in answers.items() if r in state.replicas]
+    return state.with_replicas(_wake(replica, answer, tags) for replica, answer in known)
+
+
+def _wake(replica: Replica, answer: Any, tags: tuple[str, ...]) -> Replica:
+    """Believe a server that says whether it is awake; older ones do not, so the tags decide."""
+    sleep = replica.sleep or Sleep(level=1)
+    parts = tuple(dict.fromkeys((*sleep.awake, *(tags or ("weights", "kv_cache")))))
+    said = cast("dict[str, Any]", answer).get("status") if isinstance(answer, dict) else None
+    awake = change(sleep, awake=parts).whole if said is None else said == "awake"
+    if awake:
+        return change(replica, sleep=None, paused=False)
+    return change(replica, sleep=change(sleep, awake=parts))
+
+
+def _relabel_call(version: str) -> Call:
+    body = msgspec.json.encode({"new_version": version})
+    return Call("POST", "/update_weight_version", body=body)
+
+
+def _not_set_back(replicas: list[str]) -> str:
+    return f"; not set back: {', '.join(replicas)}" if replicas else "; the others were set back"
+
+
+def _with_workers(replica: Replica, answer: Any) -> Replica:
+    size = cast("dict[str, Any]", answer).get("world_size") if isinstance(answer, dict) else None
+    if replica.topology is None or not isinstance(size, int):
+        return replica
+    return change(replica, topology=change(replica.topology, workers=size))

@@ -1,0 +1,258 @@
+"""The coordinator: the trainer's calls of a weight update, each carried out on every member.
+
+`rounds.py` decides, `performer.py` does, this file ties them: apply the event, save, run the
+actions, and feed what came of them back in, until there is nothing left to do. Each method
+returns one outcome per replica or raises one FleetError that tells the whole story.
+
+It keeps nothing between calls that the ledger does not have.
+"""
+
+from __future__ import annotations
+
+from time import time
+from typing import Any
+
+import msgspec
+
+from fleet import wire
+from fleet.bodies import FinishBody, InitBody, UpdateBody, check_version
+from fleet.errors import (
+    DeadlinePassed,
+    FleetError,
+    LayoutUnsupported,
+    MembershipChanged,
+    Refused,
+    StoreUnavailable,
+    WrongPhase,
+)
+from fleet.events import (
+    Action,
+    Event,
+    FinishRequested,
+    InitRequested,
+    ResetRequested,
+    SendFinish,
+    SendInit,
+    SendShutdown,
+    SendStart,
+    SendUpdate,
+    ShutdownRequested,
+    StartRequested,
+    Unpause,
+    UpdateRequested,
+)
+from fleet.explain import error_of, what_next
+from fleet.fanout import FanOut
+from fleet.layout import Layout, lay_out
+from fleet.ledger import Ledger
+from fleet.membership import candidates_for, check_still_whole, common_backend, form_group
+from fleet.names import judge_round
+from fleet.options import FleetOptions
+from fleet.outcome import Outcome
+from fleet.performer import Errand, Performer
+from fleet.registry import Registry
+from fleet.replica import Replica
+from fleet.rounds import IllegalTransition
+from fleet.state import Group
+
+Outcomes = dict[str, Outcome]
+
+
+class Coordinator:
+    """Runs weight updates over the fleet; one call of one trainer at a time per phase."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        performer: Performer,
+        registry: Registry,
+        fan_out: FanOut,
+        options: FleetOptions,
+    ) -> None:
+        self._ledger = ledger
+        self._performer = performer
+        self._registry = registry
+        self._fan_out = fan_out
+        self._options = options
+
+    async def init(self, body: InitBody, by: str) -> Outcomes:
+        """Freeze the membership and let every replica join the trainer's group at its own ranks.
+
+        Raises Refused before anything is sent if the trainer's numbers do not fit, MemberFailed or
+        DeadlinePassed after.
+        """
+        self._require(InitRequested, "init")
+        wire.base_of(wire.family_of(None, body.init_info), body.init_info)
+        await self._registry.verify(self._ledger.state.replicas)
+        group, family = self._plan(body.init_info, by)
+        slots = {slot.replica: slot for slot in group.layout.slots}
+
+        def body_of(replica: str) -> bytes:
+            info = wire.init_info_for(family, body.init_info, group.layout, slots[replica])
+            return msgspec.json.encode({"init_info": info})
+
+        errand = Errand(body_of=body_of)
+        await self._drive(InitRequested(now=time(), group=group), errand)
+        return errand.outcomes[SendInit]
+
+    async def start(self, by: str, *, draft: bool = False) -> Outcomes:
+        """Close the gate, pause, and open a session on every member; undo it all if one refuses."""
+        self._require(StartRequested, "start")
+        await self._registry.verify(self._members())
+        check_still_whole(self._ledger.state)
+        auto_pause = self._options.pause_on_update != "off"
+        errand = Errand()
+        event = StartRequested(now=time(), by=by, draft=draft, auto_pause=auto_pause)
+        await self._drive(event, errand)
+        return errand.outcomes[SendStart]
+
+    async def update(self, body: UpdateBody) -> Outcomes:
+        """Send the trainer's bytes to every member at once; answer at the first failure."""
+        layout = self._check_update(body)
+        slots = {slot.replica: slot for slot in layout.slots}
+        errand = Errand(
+            body_of=lambda replica: body.for_slot(layout, slots[replica]),
+            names=body.names or (),
+        )
+        await self._drive(UpdateRequested(now=time(), announces=bool(body.names)), errand)
+        return errand.outcomes[SendUpdate]
+
+    async def finish(self, body: FinishBody) -> Outcomes:
+        """Close every session; when the last member has arrived, the version commits."""
+        check_version(body.weight_version)
+        self._require(FinishRequested, "finish")
+        state = self._ledger.state
+        if state.round and state.round.draft and body.weight_version is not None:
+            raise WrongPhase(
+                "a draft-model update changes no version",
+                hint="finish it without weight_version",
+            )
+        full, names_key = await judge_round(self._ledger.store, state)
+        errand = Errand()
+        event = FinishRequested(
+            now=time(),
+            version=body.weight_version,
+            auto_version=self._options.auto_version,
+            full=full,
+            names_key=names_key,
+        )
+        await self._drive(event, errand)
+        return errand.outcomes[SendFinish]
+
+    async def shutdown(self) -> Outcomes:
+        """Let the members leave the trainer's group; refused while a round is open."""
+        self._require(ShutdownRequested, "shutdown")
+        errand = Errand()
+        await self._drive(ShutdownRequested(now=time()), errand)
+        return errand.outcomes.get(SendShutdown, {})
+
+    async def reset(self, by: str) -> Outcomes:
+        """Abandon whatever is open; members that may be mixed stay fenced and paused."""
+        silent = tuple(self._fan_out.in_flight())
+        errand = Errand()
+        await self._drive(ResetRequested(now=time(), by=by, silent=silent), errand)
+        return errand.outcomes.get(Unpause, {})
+
+    # -- planning ----------------------------------------------------------------------------------
+
+    def _plan(self, init_info: dict[str, Any], by: str) -> tuple[Group, wire.Family]:
+        """Lay the next group out and check the trainer's numbers; nothing is sent."""
+        state = self._ledger.state
+        candidates, left_out = candidates_for(state, None)
+        backend = _one_backend(candidates)
+        candidates, left_out = candidates_for(state, backend)
+        self._check_enough(candidates, left_out)
+        family = wire.family_of(backend, init_info)
+        layout = lay_out(candidates, base=wire.base_of(family, init_info))
+        try:
+            wire.check_init(family, init_info, layout)
+        except Refused as error:
+            error.hint = _with_left_out(error.hint, left_out)
+            raise
+        group = form_group(state, candidates, left_out, layout, by, time())
+        return group, family
+
+    def _check_enough(self, candidates: list[Replica], left_out: dict[str, str]) -> None:
+        needed = max(1, self._options.min_replicas)
+        if len(candidates) < needed:
+            raise MembershipChanged(
+                f"{len(candidates)} replicas can join a group, {needed} are needed",
+                hint=_with_left_out("start or repair replicas, then init again", left_out),
+            )
+
+    def _check_update(self, body: UpdateBody) -> Layout:
+        group = self._ledger.state.group
+        if group is not None:
+            body.check(group.layout)
+        self._require(UpdateRequested, "update")
+        if group is None:
+            raise WrongPhase("update needs a group", hint="init first")
+        if body.names is not None and not body.names and group.announced_in is None:
+            raise WrongPhase(
+                "the update names no tensors («as in the previous call»), but this generation "
+                "has had no previous call",
+                hint="send names, dtype_names and shapes in the first update after an init",
+            )
+        return group.layout
+
+    def _members(self) -> tuple[str, ...]:
+        group = self._ledger.state.group
+        return group.members if group else ()
+
+    # -- driving -----------------------------------------------------------------------------------
+
+    def _require(self, event: type[Event], call: str) -> None:
+        """Refuse early, before anything is looked up, what the table refuses anyway."""
+        state = self._ledger.state
+        refusal = what_next(state, event, call)
+        if refusal is not None:
+            raise refusal
+
+    async def _drive(self, event: Event, errand: Errand) -> None:
+        """Apply the event and everything that follows from it; raise what it means if it failed."""
+        actions = await self._ledger.apply(event)
+        try:
+            await self._follow(actions, errand)
+        except StoreUnavailable as error:
+            raise DeadlinePassed(
+                f"outcome unknown: replicas were called, then the store failed ({error.message})",
+                hint="look at GET /fleet; if the round is still open, POST /fleet/reset and init "
+                "again",
+            ) from error
+        except IllegalTransition as error:
+            raise WrongPhase(
+                f"the round was taken over while this call was on its way ({error.message})",
+                hint="look at GET /fleet, then init again",
+            ) from error
+        failure = self._failure(errand)
+        if failure is not None:
+            raise failure
+
+    async def _follow(self, actions: tuple[Action, ...], errand: Errand) -> None:
+        while actions:
+            answers = [await self._performer.perform(action, errand) for action in actions]
+            answered = next((answer for answer in answers if answer is not None), None)
+            if answered is None:
+                return
+            errand.answers.append(answered)
+            actions = await self._ledger.apply(answered)
+
+    def _failure(self, errand: Errand) -> FleetError | None:
+        errors = (error_of(answer, self._ledger.state) for answer in errand.answers)
+        return next((error for error in errors if error is not None), None)
+
+
+def _one_backend(candidates: list[Replica]) -> str | None:
+    backends = {replica.backend for replica in candidates}
+    if len(backends) > 1:
+        told = ", ".join(f"{r.id}: {r.backend}" for r in candidates)
+        raise LayoutUnsupported(
+            f"the replicas run different weight-transfer backends ({told})",
+            hint="start all replicas with the same --weight-transfer-config",
+        )
+    return common_backend(candidates)
+
+
+def _with_left_out(hint: str | None, left_out: dict[str, str]) -> str:
+    told = "; ".join(f"{replica}: {why}" for replica, why in left_out.items())
+    return f"{hint or ''}{f' (left out: {told})' if told else ''}"

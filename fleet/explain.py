@@ -1,0 +1,132 @@
+"""The one message a trainer reads when something failed: who, what of the rest, what next. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from fleet.barrier import only_deadlines_passed
+from fleet.errors import (
+    DeadlinePassed,
+    FleetError,
+    MemberFailed,
+    MembershipChanged,
+    PauseNotReached,
+    RoundOpen,
+    WrongPhase,
+)
+from fleet.events import (
+    Answered,
+    Event,
+    FinishFailed,
+    InitFailed,
+    InitRequested,
+    PauseFailed,
+    ShutdownRequested,
+    StartFailed,
+    StartRequested,
+    UpdateFailed,
+)
+from fleet.membership import membership
+from fleet.outcome import Outcome, describe_failures
+from fleet.rounds import TRANSITIONS, story
+from fleet.state import ROUND_OPEN, FleetState, Phase
+
+_PHASE_OF: dict[type[Answered], str] = {
+    InitFailed: "init",
+    PauseFailed: "pause",
+    StartFailed: "start",
+    UpdateFailed: "update",
+    FinishFailed: "finish",
+}
+
+
+def error_of(event: Answered, state: FleetState) -> FleetError | None:
+    """Return the error that a failed phase means for the trainer, or None if it did not fail.
+
+    `state` is the fleet after everything that the failure led to.
+    """
+    phase = _PHASE_OF.get(type(event))
+    if phase is None:
+        return None
+    kind = _kind_of(event)
+    message = (
+        f"{phase} failed on {describe_failures(event.outcomes)}. "
+        f"Fleet now: {count_states(state)}; weight_version {state.weight_version or 'default'}."
+    )
+    return kind(message, hint=_hint(event, state), outcomes=event.outcomes)
+
+
+def what_next(state: FleetState, event: type[Event], call: str) -> FleetError | None:
+    """Return why a call does not follow in this phase and what would, or None if it may."""
+    if event in TRANSITIONS[state.phase]:
+        return None
+    message = story(state, call)
+    if state.phase is Phase.FAILED:
+        world = membership(state)
+        hint = f"re-init with world_size={world.world_size}{_left_out(state)}"
+        return MembershipChanged(message, hint=hint)
+    if event in (InitRequested, StartRequested, ShutdownRequested) and state.phase in _BUSY:
+        return RoundOpen(
+            message,
+            hint="wait for its finish, or POST /fleet/reset to abandon it (its members stay "
+            "fenced until a full update)",
+        )
+    return WrongPhase(message, hint=_STEPS[state.phase])
+
+
+_BUSY = ROUND_OPEN | {Phase.INITIALIZING}
+
+_STEPS: dict[Phase, str] = {
+    Phase.IDLE: "POST /init_weight_transfer_engine first",
+    Phase.INITIALIZING: "wait for the init that is on its way",
+    Phase.INITIALIZED: "POST /start_weight_update first",
+    Phase.STARTED: "POST /update_weights, then /finish_weight_update",
+} | dict.fromkeys(
+    (
+        Phase.PAUSING,
+        Phase.STARTING,
+        Phase.UPDATING,
+        Phase.FINISHING,
+        Phase.COMMITTED,
+        Phase.UNDOING,
+    ),
+    "wait for the call that is on its way",
+)
+
+
+def count_states(state: FleetState) -> str:
+    """Return how many replicas are in which state, in words."""
+    counts = Counter(found.value for _, found, _ in state.states())
+    return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "no replicas"
+
+
+def _kind_of(event: Answered) -> type[FleetError]:
+    if isinstance(event, PauseFailed):
+        return PauseNotReached
+    return failure_kind(event.outcomes)
+
+
+def failure_kind(outcomes: Mapping[str, Outcome]) -> type[MemberFailed | DeadlinePassed]:
+    """Return the error for these outcomes: silence alone is a deadline, all else a failure."""
+    return DeadlinePassed if only_deadlines_passed(outcomes) else MemberFailed
+
+
+def _hint(event: Answered, state: FleetState) -> str:
+    if isinstance(event, PauseFailed):
+        return "what had been paused was resumed; retry start"
+    if isinstance(event, StartFailed):
+        return "what had been started was taken back; retry start, or init again if it persists"
+    world = membership(state)
+    left_out = _left_out(state)
+    again = f"init again with world_size={world.world_size} and send a full update"
+    if isinstance(event, InitFailed):
+        again = f"init again with world_size={world.world_size}"
+    return f"{again}{left_out}; rollouts wait for at most the gate's time meanwhile"
+
+
+def _left_out(state: FleetState) -> str:
+    silent = [r.id for r in state.replicas.values() if r.wedged or r.lost]
+    if not silent:
+        return ""
+    return f" (left out until they answer again, a restart helps: {', '.join(silent)})"

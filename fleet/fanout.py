@@ -1,0 +1,149 @@
+"""Fan-out: the only place that starts one task per replica.
+
+Every call is in flight at once, without a cap: a collective returns only when all have entered,
+so a cap below the fleet's size would hang everyone. One outcome per replica comes back.
+
+A collective answers at the first failure. Its other calls cannot be taken back (dropping the
+connection frees nobody), so their tasks go on in the fan-out's own group, owned by the gateway's
+lifespan, and report late. A replica's failure is an outcome; an exception is a bug, reaches the
+caller, and does not bring down the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from fleet.outcome import Outcome, Result
+
+Attempt = Callable[[], Awaitable[Outcome]]
+Late = Callable[[str, Outcome], Awaitable[None]]
+Seen = TypeVar("Seen")
+
+
+class FanOut:
+    """Runs one attempt per replica in a task group that outlives the request."""
+
+    def __init__(self, owner: asyncio.TaskGroup) -> None:
+        self._owner = owner
+        self._in_flight: Counter[str] = Counter()
+
+    def in_flight(self) -> frozenset[str]:
+        """Return the replicas with a collective call that has not been answered."""
+        return frozenset(+self._in_flight)
+
+    async def ask(self, attempts: Mapping[str, Attempt], deadline_s: float) -> dict[str, Outcome]:
+        """Make independent calls and wait for all of them; who is late is cancelled."""
+        gathering = _Gathering(len(attempts), stop_at_failure=False)
+        tasks = self._start(attempts, gathering)
+        try:
+            await gathering.wait(deadline_s)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+        silence = Outcome(
+            outcome=Result.TIMEOUT,
+            detail=f"no answer within {deadline_s:g} s",
+            elapsed_s=deadline_s,
+        )
+        return {replica: gathering.outcomes.get(replica, silence) for replica in attempts}
+
+    async def gather_collective(
+        self, attempts: Mapping[str, Attempt], deadline_s: float, late: Late
+    ) -> dict[str, Outcome]:
+        """Make the calls of one collective; return at the first failure or at the deadline.
+
+        Members that have not answered by then are `wedged`, and stay watched: `late` hears of
+        each one once. Cancelling the caller leaves them watched, too.
+        """
+        gathering = _Gathering(len(attempts), stop_at_failure=True, late=late)
+        self._in_flight.update(attempts.keys())
+        gathering.left = self._leave
+        self._start(attempts, gathering)
+        try:
+            await gathering.wait(deadline_s)
+        finally:
+            gathering.closed = True
+        silence = Outcome(outcome=Result.WEDGED, detail="still inside the collective")
+        return {replica: gathering.outcomes.get(replica, silence) for replica in attempts}
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Let something that nobody waits for run in the fan-out's own group."""
+        self._owner.create_task(work, name=name)
+
+    async def look(self, attempts: Mapping[str, Callable[[], Awaitable[Seen]]]) -> dict[str, Seen]:
+        """Make independent look-ups that bound themselves; a bug in one cancels the others."""
+        async with asyncio.TaskGroup() as group:
+            tasks = {
+                replica: group.create_task(_awaited(attempt), name=f"look at {replica}")
+                for replica, attempt in attempts.items()
+            }
+        return {replica: task.result() for replica, task in tasks.items()}
+
+    def _start(
+        self, attempts: Mapping[str, Attempt], gathering: _Gathering
+    ) -> dict[str, asyncio.Task[None]]:
+        return {
+            replica: self._owner.create_task(
+                gathering.follow(replica, attempt), name=f"call {replica}"
+            )
+            for replica, attempt in attempts.items()
+        }
+
+    def _leave(self, replica: str) -> None:
+        self._in_flight[replica] -= 1
+
+
+async def _awaited(attempt: Callable[[], Awaitable[Seen]]) -> Seen:
+    return await attempt()
+
+
+class _Gathering:
+    """What has come back so far; settles once, when everyone has answered or the first failed."""
+
+    def __init__(self, awaited: int, *, stop_at_failure: bool, late: Late | None = None) -> None:
+        self.outcomes: dict[str, Outcome] = {}
+        self.closed = False
+        self.left: Callable[[str], None] | None = None
+        self._awaited = awaited
+        self._stop_at_failure = stop_at_failure
+        self._late = late
+        self._settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait(self, deadline_s: float) -> None:
+        """Return when settled or at the deadline; raise what a bug in an attempt raised."""
+        if self._awaited == 0:
+            return
+        await asyncio.wait((self._settled,), timeout=deadline_s)
+        if self._settled.done():
+            self._settled.result()
+
+    async def follow(self, replica: str, attempt: Attempt) -> None:
+        """Run one attempt to its end and count it, or report it late."""
+        try:
+            outcome = await attempt()
+        except Exception as bug:  # the caller must see it; the owner's group must survive it
+            self._settle(bug)
+            return
+        finally:
+            if self.left is not None:
+                self.left(replica)
+        if self.closed and self._late is not None:
+            await self._late(replica, outcome)
+        else:
+            self._arrive(replica, outcome)
+
+    def _arrive(self, replica: str, outcome: Outcome) -> None:
+        self.outcomes[replica] = outcome
+        if len(self.outcomes) == self._awaited or (self._stop_at_failure and not outcome.ok):
+            self._settle(None)
+
+    def _settle(self, bug: Exception | None) -> None:
+        if self._settled.done():
+            return
+        if bug is None:
+            self._settled.set_result(None)
+        else:
+            self._settled.set_exception(bug)

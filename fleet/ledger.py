@@ -1,0 +1,143 @@
+"""The ledger: the fleet's state, kept in the store, changed one compare-and-swap at a time.
+
+Every change is a pure function over the state (`advance` for weight updates, `membership.py` for
+the rest). It is applied to what this gateway knows, written only if the store still has the same
+stamp, and applied again to the newer state if not. Stamps are `generation:revision`, so a writer
+of an old generation can never overwrite a newer one.
+
+Whoever must follow the state (the gate, the metrics) subscribes with `watch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from time import time
+
+import msgspec
+
+from fleet.errors import StoreUnavailable, WrongPhase
+from fleet.events import Action, Event
+from fleet.rounds import advance
+from fleet.state import FleetState, Round
+from fleet.store import Store
+
+log = logging.getLogger(__name__)
+
+STATE = "state"
+ROUNDS = "rounds"
+EVENTS = "events"
+ROUNDS_KEPT = 200
+EVENTS_KEPT = 10_000
+ATTEMPTS = 20
+
+Watcher = Callable[[FleetState], None]
+
+
+class Ledger:
+    """Owns the current state of one fleet; open it with `open`."""
+
+    def __init__(self, store: Store, state: FleetState, stamp: str | None) -> None:
+        self.store = store
+        self.state = state
+        self._stamp = stamp
+        self._lock = asyncio.Lock()
+        self._watchers: list[Watcher] = []
+        self._doubtful = False
+
+    @classmethod
+    async def open(cls, store: Store, name: str) -> Ledger:
+        """Read the fleet's state; an empty store begins with a generation from the clock."""
+        entry = await store.load(STATE)
+        if entry is None:
+            return cls(store, FleetState(name=name, generation=int(time())), None)
+        return cls(store, _decode(entry.body), entry.stamp)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Call `watcher` now and after every change, on the event loop, in order."""
+        self._watchers.append(watcher)
+        watcher(self.state)
+
+    async def apply(self, event: Event) -> tuple[Action, ...]:
+        """Advance the round by one event, save, and return what must be done.
+
+        Raises IllegalTransition (nothing changed) and StoreUnavailable (outcome unknown: the
+        state is read again before the next change).
+        """
+        actions: tuple[Action, ...] = ()
+
+        def step(state: FleetState) -> FleetState:
+            nonlocal actions
+            state, actions = advance(state, event)
+            return state
+
+        await self.amend(step)
+        return actions
+
+    async def amend(self, change: Callable[[FleetState], FleetState]) -> FleetState:
+        """Replace the state by `change(state)`; returning the same object writes nothing."""
+        async with self._lock:
+            if self._doubtful:
+                await self._reload()
+            for _ in range(ATTEMPTS):
+                state = change(self.state)
+                if state is self.state or await self._save(state):
+                    return state
+                await self._reload()
+        raise StoreUnavailable("the fleet's state is being changed by others all the time")
+
+    async def archive(self, finished: Round) -> None:
+        """Keep the record of a round that is over, the newest ones only."""
+        body = msgspec.json.encode(finished)
+        await self.store.append(ROUNDS, {"round": body}, cap=ROUNDS_KEPT)
+
+    async def rounds(self, count: int) -> list[Round]:
+        """Return the records of rounds, newest first, the open one included."""
+        records = await self.store.tail(ROUNDS, count)
+        kept = [msgspec.json.decode(record.fields["round"], type=Round) for record in records]
+        current = self.state.round
+        return [current, *kept][:count] if current is not None else kept
+
+    async def _save(self, state: FleetState) -> bool:
+        stamp = self._next_stamp(state)
+        try:
+            saved = await self.store.swap(
+                STATE, expected=self._stamp, stamp=stamp, body=msgspec.json.encode(state)
+            )
+        except BaseException:
+            self._doubtful = True
+            raise
+        if saved:
+            self._stamp = stamp
+            self._accept(state)
+        return saved
+
+    def _next_stamp(self, state: FleetState) -> str:
+        revision = int(self._stamp.rpartition(":")[2]) if self._stamp else 0
+        return f"{state.generation}:{revision + 1}"
+
+    async def _reload(self) -> None:
+        entry = await self.store.load(STATE)
+        self._doubtful = False
+        if entry is None:
+            log.warning("the store lost the fleet's state; writing what this gateway knows")
+            self._stamp = None
+        elif entry.stamp != self._stamp:
+            self._stamp = entry.stamp
+            self._accept(_decode(entry.body))
+
+    def _accept(self, state: FleetState) -> None:
+        self.state = state
+        for watcher in self._watchers:
+            watcher(state)
+
+
+def _decode(body: bytes) -> FleetState:
+    try:
+        return msgspec.json.decode(body, type=FleetState)
+    except msgspec.DecodeError as error:
+        raise WrongPhase(
+            f"the store holds a state that this version cannot read: {error}",
+            hint="start the gateway with another FLEET_NAME, or the version that wrote it",
+        ) from error

@@ -1,0 +1,256 @@
+"""Who belongs to the fleet: joining, leaving, what probing saw, and the next group. Pure.
+
+One observation of one replica in, the new state out; who may be in the next group and whether
+the current one is still whole follow from the state alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from fleet.errors import MembershipChanged
+from fleet.layout import Layout, count_workers, lay_out
+from fleet.outcome import Outcome, Result
+from fleet.replica import Replica, Topology, why_left_out
+from fleet.state import UNSET_VERSION, FleetState, Group
+from fleet.wire import SPARSE_BACKENDS
+
+change = msgspec.structs.replace
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """What one probe of one replica saw. None means that the probe did not ask or got no answer.
+
+    `lost` is why the replica could not be reached; `refusal` why it can never be a member as it
+    was started (a missing endpoint, say); `unwedged` that a silent one has answered again.
+    """
+
+    lost: str | None = None
+    refusal: str | None = None
+    topology: Topology | None = None
+    backend: str | None = None
+    instance: str | None = None
+    version: str | None = None
+    paused: bool | None = None
+    unwedged: bool = False
+
+
+class Membership(msgspec.Struct, frozen=True, kw_only=True):
+    """How the current group compares with the replicas that are there now.
+
+    `lost` are members that are gone, wedged or restarted, with the reason; only they block a
+    start. `changed` says that the next init would give another group; `workers` are those the
+    next init would find, `world_size` includes the current group's trainer ranks (1 without one).
+    """
+
+    lost: dict[str, str]
+    changed: bool
+    workers: int
+    world_size: int
+
+
+def add_replica(state: FleetState, url: str, replica: str, now: float) -> FleetState:
+    """Return the state with one more replica, not probed yet; adding it again changes nothing."""
+    if replica in state.replicas:
+        return state
+    return state.with_replicas([Replica(id=replica, url=url, joined_at=now, since=now)])
+
+
+def remove_replica(state: FleetState, replica: str) -> FleetState:
+    """Return the state without one replica; removing a stranger changes nothing."""
+    left = {r: facts for r, facts in state.replicas.items() if r != replica}
+    return change(state, replicas=left)
+
+
+def observe(state: FleetState, replica: str, seen: Observation, now: float) -> FleetState:
+    """Return the state after one observation of one replica; the same object if nothing changed."""
+    before = state.replicas.get(replica)
+    if before is None:
+        return state
+    if seen.lost is not None:
+        after = change(before, lost=before.lost or seen.lost)
+    elif _restarted(before, seen):
+        after = _merge(_reborn(before, state), seen)
+    else:
+        after = _merge(change(before, lost=None), seen)
+        after = _first_weights(after, state) if not before.known else after
+    if after == before:
+        return state
+    return state.with_replicas([change(after, since=now)])
+
+
+def answered_late(state: FleetState, replica: str, outcome: Outcome) -> FleetState:
+    """Return the state after a wedged member's call has ended; a late answer lifts no fence."""
+    before = state.replicas.get(replica)
+    if before is None:
+        return state
+    gone = outcome.detail if outcome.outcome is Result.UNREACHABLE else None
+    return state.with_replicas([change(before, wedged=None, lost=before.lost or gone)])
+
+
+def sessions_closed(state: FleetState, outcomes: Mapping[str, Outcome]) -> FleetState:
+    """Return the state after bare finishes; a refusal means that no session was open."""
+    closed = [r for r, o in outcomes.items() if o.outcome in (Result.OK, Result.FAILED)]
+    known = [state.replicas[r] for r in closed if r in state.replicas]
+    return state.with_replicas(change(r, session_open=False) for r in known)
+
+
+def marked(state: FleetState, replicas: Iterable[str], **facts: Any) -> FleetState:
+    """Return the state with the given facts about these replicas."""
+    known = [state.replicas[r] for r in replicas if r in state.replicas]
+    return state.with_replicas(change(r, **facts) for r in known)
+
+
+def relabelled(state: FleetState, replicas: Iterable[str], version: str) -> FleetState:
+    """Commit another label for the weights that these replicas hold already."""
+    state = state.with_commit(version)
+    return marked(state, replicas, holds=state.commit_index, version=version)
+
+
+def adopt_versions(state: FleetState) -> FleetState:
+    """Learn the committed version from the replicas when the store knows none.
+
+    If every replica that answers has the same version, that is the fleet's; if they differ,
+    nobody knows who holds what, and all of them are fenced until a full update.
+    """
+    known = [r for r in state.replicas.values() if r.known and r.lost is None]
+    versions = {r.version for r in known}
+    if state.commit_index or not known or versions <= {None, UNSET_VERSION}:
+        return state
+    if len(versions) > 1:
+        told = ", ".join(f"{r.id} has {r.version}" for r in known)
+        why = f"the replicas disagree on their version and the store knows none: {told}"
+        return state.with_replicas(change(r, fence=why, holds=None) for r in known)
+    state = state.with_commit(known[0].version)
+    return state.with_replicas(change(r, holds=state.commit_index) for r in known)
+
+
+def membership(state: FleetState) -> Membership:
+    """Compare the current group with the replicas that are there now."""
+    group = state.group
+    backend = group.backend if group else None
+    candidates, _ = candidates_for(state, backend)
+    lost = _lost_members(state)
+    workers = count_workers(candidates)
+    base = group.layout.base if group else 1
+    return Membership(
+        lost=lost,
+        changed=group is not None
+        and (bool(lost) or {r.id for r in candidates} != set(group.members)),
+        workers=workers,
+        world_size=base + workers,
+    )
+
+
+def check_still_whole(state: FleetState) -> None:
+    """Raise MembershipChanged if a member was lost, fenced off by a restart, or wedged."""
+    now = membership(state)
+    if not now.lost:
+        return
+    told = "; ".join(f"{replica}: {why}" for replica, why in now.lost.items())
+    raise MembershipChanged(
+        f"the group changed since init ({told})",
+        hint=f"re-init with world_size={now.world_size} "
+        f"({now.workers} workers are there now), then start again",
+    )
+
+
+def candidates_for(state: FleetState, backend: str | None) -> tuple[list[Replica], dict[str, str]]:
+    """Return the replicas of the next group, and who is left out with the reason.
+
+    A full update heals stale and fenced replicas, so they are in, except for a sparse backend:
+    a patch fits only the weights it was made for.
+    """
+    taken: list[Replica] = []
+    left_out: dict[str, str] = {}
+    for replica in state.replicas.values():
+        why = why_left_out(replica)
+        current = replica.holds == state.commit_index and replica.fence is None
+        if why is None and backend in SPARSE_BACKENDS and not current:
+            why = f"{backend} patches the committed weights, which this replica does not hold"
+        if why is None:
+            taken.append(replica)
+        else:
+            left_out[replica.id] = why
+    return taken, left_out
+
+
+def form_group(
+    state: FleetState,
+    candidates: list[Replica],
+    left_out: dict[str, str],
+    layout: Layout,
+    by: str,
+    now: float,
+) -> Group:
+    """Freeze the membership of a new generation; the generation grows even over an empty store."""
+    return Group(
+        generation=max(state.generation + 1, int(now)),
+        backend=common_backend(candidates),
+        layout=layout,
+        instances={r.id: r.instance for r in candidates},
+        left_out=left_out,
+        opened_by=by,
+        opened_at=now,
+    )
+
+
+def common_backend(replicas: Iterable[Replica]) -> str | None:
+    """Return the backend all replicas were started with, or None if they do not say or differ."""
+    backends = {r.backend for r in replicas}
+    return backends.pop() if len(backends) == 1 else None
+
+
+def lay_out_candidates(candidates: list[Replica], base: int) -> Layout:
+    """Return the layout of the next group behind `base` trainer ranks."""
+    return lay_out(candidates, base=base)
+
+
+def _lost_members(state: FleetState) -> dict[str, str]:
+    lost: dict[str, str] = {}
+    instances = state.group.instances if state.group else {}
+    for member, instance in instances.items():
+        replica = state.replicas.get(member)
+        if replica is None:
+            lost[member] = "removed from the fleet"
+        elif replica.lost or replica.wedged:
+            lost[member] = replica.lost or replica.wedged or ""
+        elif instance != replica.instance:
+            lost[member] = "restarted since init"
+    return lost
+
+
+def _restarted(before: Replica, seen: Observation) -> bool:
+    return None not in (before.instance, seen.instance) and before.instance != seen.instance
+
+
+def _reborn(before: Replica, state: FleetState) -> Replica:
+    """A restart forgets everything but the address; it brings the weights it was started with."""
+    fresh = Replica(
+        id=before.id, url=before.url, joined_at=before.joined_at, draining=before.draining
+    )
+    return _first_weights(fresh, state)
+
+
+def _first_weights(replica: Replica, state: FleetState) -> Replica:
+    return change(replica, holds=0 if state.commit_index == 0 else None)
+
+
+def _merge(before: Replica, seen: Observation) -> Replica:
+    """Take over what the probe asked for; a silent member of a collective stays wedged.
+
+    A sleeping server says that it is paused, and a paused one that it sleeps (vllm/v1/engine/
+    core.py: is_sleeping, 0.32), so a sleep that was not ordered here shows as a pause.
+    """
+    fields = ("topology", "backend", "instance", "version", "paused")
+    news = {f: getattr(seen, f) for f in fields if getattr(seen, f) is not None}
+    wedged = None if seen.unwedged else before.wedged
+    return change(before, refusal=_refusal(before, seen), wedged=wedged, **news)
+
+
+def _refusal(before: Replica, seen: Observation) -> str | None:
+    """A glance does not ask for endpoints, so it does not lift a refusal either."""
+    return seen.refusal if seen.topology is not None else before.refusal

@@ -1,0 +1,315 @@
+"""The performer: turns one action of a round into calls to replicas, and their answers into the
+next event.
+
+Collectives (init, update) return at the first failure and keep watching the others; every other
+phase waits for all members up to its deadline. Calls that must not be repeated go out on fresh
+connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter, time
+from typing import Any, TypeVar, cast
+from urllib.parse import urlencode
+
+import msgspec
+
+from fleet.barrier import arrivals
+from fleet.errors import StoreUnavailable
+from fleet.events import (
+    Action,
+    Answered,
+    Archive,
+    CloseSessions,
+    FinishArrived,
+    FinishFailed,
+    InitArrived,
+    InitFailed,
+    PauseArrived,
+    PauseFailed,
+    Resumed,
+    SendFinish,
+    SendInit,
+    SendPause,
+    SendResume,
+    SendShutdown,
+    SendStart,
+    SendUndo,
+    SendUpdate,
+    StartArrived,
+    StartFailed,
+    Undone,
+    Unpause,
+    UpdateArrived,
+    UpdateFailed,
+)
+from fleet.fanout import FanOut
+from fleet.gate import Gate
+from fleet.ledger import Ledger
+from fleet.membership import answered_late, marked, sessions_closed
+from fleet.names import announce
+from fleet.options import FleetOptions
+from fleet.outcome import Outcome, Result
+from fleet.replica_client import Call, ReplicaClient
+
+log = logging.getLogger(__name__)
+
+A = TypeVar("A", bound=Answered)
+Outcomes = dict[str, Outcome]
+Body = bytes | memoryview | None
+
+INIT = "/init_weight_transfer_engine"
+START = "/start_weight_update"
+START_DRAFT = "/start_draft_weight_update"
+UPDATE = "/update_weights"
+FINISH = "/finish_weight_update"
+SHUTDOWN = "/shutdown_weight_transfer_engine"
+
+
+@dataclass(kw_only=True)
+class Errand:
+    """One trainer call on its way: what it brings along, and what has come of it so far."""
+
+    body_of: Callable[[str], Body] | None = None
+    names: Iterable[str] = ()
+    outcomes: dict[type[Action], Outcomes] = field(default_factory=dict[type[Action], Outcomes])
+    answers: list[Answered] = field(default_factory=list[Answered])
+
+    def body(self, replica: str) -> Body:
+        """Return what this replica gets."""
+        return self.body_of(replica) if self.body_of else None
+
+
+class Performer:
+    """Carries out actions against real replicas."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        client: ReplicaClient,
+        fan_out: FanOut,
+        gate: Gate,
+        options: FleetOptions,
+    ) -> None:
+        self._ledger = ledger
+        self._client = client
+        self._fan_out = fan_out
+        self._gate = gate
+        self._options = options
+        self._deadlines = options.deadlines
+        self._doers: dict[type[Action], Callable[[Any, Errand], Awaitable[Answered | None]]] = {
+            Archive: self._archive,
+            CloseSessions: self._close_sessions,
+            SendInit: self._send_init,
+            SendPause: self._send_pause,
+            SendStart: self._send_start,
+            SendUndo: self._send_undo,
+            SendUpdate: self._send_update,
+            SendFinish: self._send_finish,
+            SendResume: self._send_resume,
+            Unpause: self._unpause,
+            SendShutdown: self._send_shutdown,
+        }
+
+    async def perform(self, action: Action, errand: Errand) -> Answered | None:
+        """Do what the action says; return the event that came of it, if it leads to one."""
+        return await self._doers[type(action)](action, errand)
+
+    async def ask(
+        self, replicas: Iterable[str], call_of: Callable[[str], Call], deadline_s: float
+    ) -> Outcomes:
+        """Make independent calls to these replicas, all at once."""
+        attempts = {r: partial(self._call, r, call_of) for r in replicas}
+        return await self._fan_out.ask(attempts, deadline_s)
+
+    # -- the phases of a round --------------------------------------------------------------------
+
+    async def _send_init(self, action: SendInit, errand: Errand) -> Answered:
+        started = perf_counter()
+        outcomes = await self._collective(action, INIT, errand, self._deadlines.init_s)
+        return self._judge(InitArrived, InitFailed, action, outcomes, started)
+
+    async def _send_pause(self, action: SendPause, errand: Errand) -> Answered:
+        started = perf_counter()
+        try:
+            async with asyncio.timeout(self._deadlines.pause_s):
+                await self._gate.closed()
+            outcomes = await self._pause(action.targets)
+        except TimeoutError:
+            outcomes = {r: _gate_stays_open() for r in self._member_ids()}
+            return PauseFailed(now=time(), outcomes=outcomes, elapsed_s=perf_counter() - started)
+        errand.outcomes[SendPause] = outcomes
+        return self._judge(PauseArrived, PauseFailed, action, outcomes, started)
+
+    async def _pause(self, targets: tuple[str, ...]) -> Outcomes:
+        mode = self._options.pause_on_update
+        if targets:
+            query = urlencode({"mode": mode, "clear_cache": "true"})
+            return await self.ask(
+                targets, lambda _: Call("POST", "/pause", query), self.pause_deadline(mode)
+            )
+        if mode == "off" and self._ledger.state.pause is None:
+            async with asyncio.timeout(self._deadlines.gate_s):
+                await self._gate.drained()
+        return {}
+
+    def pause_deadline(self, mode: str) -> float:
+        """Return how long a pause may take: mode `wait` lets running requests end first."""
+        return self._deadlines.gate_s if mode == "wait" else self._deadlines.pause_s
+
+    async def _send_start(self, action: SendStart, errand: Errand) -> Answered:
+        started = perf_counter()
+        path = START_DRAFT if action.draft else START
+        outcomes = await self._phase(action, path, errand, self._deadlines.start_s)
+        return self._judge(StartArrived, StartFailed, action, outcomes, started)
+
+    async def _send_update(self, action: SendUpdate, errand: Errand) -> Answered:
+        await announce(self._ledger.store, self._ledger.state, errand.names)
+        started = perf_counter()
+        outcomes = await self._collective(action, UPDATE, errand, self._deadlines.update_s)
+        return self._judge(UpdateArrived, UpdateFailed, action, outcomes, started)
+
+    async def _send_finish(self, action: SendFinish, errand: Errand) -> Answered:
+        started = perf_counter()
+        label = {"weight_version": action.version} if action.version is not None else None
+        body = msgspec.json.encode(label) if label else None
+        call = Call("POST", FINISH, body=body, fresh=True)
+        outcomes = await self.ask(action.targets, lambda _: call, self._deadlines.finish_s)
+        errand.outcomes[SendFinish] = outcomes
+        return self._judge(FinishArrived, FinishFailed, action, outcomes, started)
+
+    async def _send_resume(self, action: SendResume, errand: Errand) -> Answered:
+        started = perf_counter()
+        cleared = await self._reset_caches() if action.reset_caches else True
+        outcomes = await self._resume(action.targets)
+        errand.outcomes[SendResume] = outcomes
+        elapsed = perf_counter() - started
+        return Resumed(now=time(), outcomes=outcomes, elapsed_s=elapsed, cleared=cleared)
+
+    async def _send_undo(self, action: SendUndo, errand: Errand) -> Answered:
+        started = perf_counter()
+        finished = await self._bare_finish(action.targets)
+        resumed = await self._resume(action.resume)
+        outcomes = resumed | {r: o for r, o in finished.items() if not o.ok or r not in resumed}
+        closed = tuple(r for r, o in finished.items() if o.ok)
+        elapsed = perf_counter() - started
+        return Undone(now=time(), outcomes=outcomes, elapsed_s=elapsed, closed=closed)
+
+    # -- what surrounds a round --------------------------------------------------------------------
+
+    async def _archive(self, action: Archive, errand: Errand) -> None:
+        del errand
+        await self._ledger.archive(action.round)
+
+    async def _close_sessions(self, action: CloseSessions, errand: Errand) -> None:
+        del errand
+        if not action.targets:
+            return
+        if action.wait:
+            await self._close_now(action.targets)
+        else:
+            self._fan_out.spawn(self._close_later(action.targets), name="close open sessions")
+
+    async def _close_now(self, targets: tuple[str, ...]) -> None:
+        outcomes = await self._bare_finish(targets)
+        await self._ledger.amend(lambda state: sessions_closed(state, outcomes))
+
+    async def _close_later(self, targets: tuple[str, ...]) -> None:
+        try:
+            await self._close_now(targets)
+        except StoreUnavailable as error:
+            log.warning("open sessions not written off", extra={"error": error.message})
+
+    async def _unpause(self, action: Unpause, errand: Errand) -> None:
+        outcomes = await self._resume(action.targets)
+        errand.outcomes[Unpause] = outcomes
+        ok = [r for r, o in outcomes.items() if o.ok]
+        await self._ledger.amend(lambda state: marked(state, ok, paused=False))
+
+    async def _send_shutdown(self, action: SendShutdown, errand: Errand) -> None:
+        await self._phase(action, SHUTDOWN, errand, self._deadlines.control_s)
+
+    async def _resume(self, targets: tuple[str, ...]) -> Outcomes:
+        return await self.ask(targets, lambda _: Call("POST", "/resume"), self._deadlines.control_s)
+
+    async def _bare_finish(self, targets: tuple[str, ...]) -> Outcomes:
+        call = Call("POST", FINISH, fresh=True)
+        return await self.ask(targets, lambda _: call, self._deadlines.finish_s)
+
+    async def _reset_caches(self) -> bool:
+        """Drop the old weights' KV where nothing was paused; running requests are preempted."""
+        call = Call("POST", "/reset_prefix_cache", query="reset_running_requests=true")
+        outcomes = await self.ask(self._member_ids(), lambda _: call, self._deadlines.control_s)
+        return all(o.ok and _succeeded(o.answer) for o in outcomes.values())
+
+    # -- pieces ------------------------------------------------------------------------------------
+
+    async def _phase(
+        self, action: Action, path: str, errand: Errand, deadline_s: float
+    ) -> Outcomes:
+        call = Call("POST", path, fresh=True)
+        outcomes = await self.ask(action.targets, lambda _: call, deadline_s)
+        errand.outcomes[type(action)] = outcomes
+        return outcomes
+
+    async def _collective(
+        self, action: Action, path: str, errand: Errand, deadline_s: float
+    ) -> Outcomes:
+        def call_of(replica: str) -> Call:
+            return Call("POST", path, body=errand.body(replica), fresh=True)
+
+        attempts = {r: partial(self._call, r, call_of) for r in action.targets}
+        outcomes = await self._fan_out.gather_collective(attempts, deadline_s, self._late)
+        errand.outcomes[type(action)] = outcomes
+        return outcomes
+
+    async def _call(self, replica: str, call_of: Callable[[str], Call]) -> Outcome:
+        known = self._ledger.state.replicas.get(replica)
+        if known is None:
+            return Outcome(outcome=Result.UNREACHABLE, detail="removed from the fleet")
+        return await self._client.call(known.url, call_of(replica))
+
+    async def _late(self, replica: str, outcome: Outcome) -> None:
+        """A silent member has answered: it is not wedged any more, and its session is closed."""
+        log.info("late answer", extra={"replica": replica, "outcome": outcome.outcome})
+        try:
+            state = await self._ledger.amend(lambda s: answered_late(s, replica, outcome))
+            known = state.replicas.get(replica)
+            if known is not None and known.session_open and known.reachable:
+                await self._close_now((replica,))
+        except StoreUnavailable as error:
+            log.warning("late answer not written", extra={"error": error.message})
+
+    def _member_ids(self) -> tuple[str, ...]:
+        group = self._ledger.state.group
+        return group.members if group else ()
+
+    @staticmethod
+    def _judge(
+        arrived: type[Answered],
+        failed: type[Answered],
+        action: Action,
+        outcomes: Mapping[str, Outcome],
+        started: float,
+    ) -> Answered:
+        """Ask the barrier whether everyone who had to has arrived."""
+        complete = arrivals(action.targets, outcomes).complete or not action.targets
+        kind = arrived if complete else failed
+        return kind(now=time(), outcomes=dict(outcomes), elapsed_s=perf_counter() - started)
+
+
+def _succeeded(answer: Any) -> bool:
+    """Older servers answer a cache reset with an empty 200 (protocol before vLLM 0.32)."""
+    fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
+    return bool(fields.get("success", True))
+
+
+def _gate_stays_open() -> Outcome:
+    return Outcome(
+        outcome=Result.TIMEOUT, detail="rollouts were still being sent when the pause was due"
+    )

@@ -1,0 +1,164 @@
+"""Probing: what one replica is and can do, found out without any side effect.
+
+`identify` asks everything (topology, backend, instance, endpoints) and is made on first contact,
+before an init or a start, and whenever something looks different. `glance` asks only whether the
+server lives and which version it names, and is made every second.
+
+A server can be asked for an endpoint without calling it: GET on a POST-only path is 405 where the
+path exists and 404 where it does not (FastAPI, and so vLLM).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from fleet.membership import Observation
+from fleet.options import Placement
+from fleet.outcome import Outcome, Result
+from fleet.replica import Topology
+from fleet.replica_client import Call, ReplicaClient
+
+MEMBER_ENDPOINTS = (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/pause",
+    "/resume",
+)
+"""What a member must offer; servers before vLLM 0.21 lack start and finish."""
+
+SERVER_INFO = "/server_info?config_format=json"
+_START_TIME = re.compile(rb"^process_start_time_seconds(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+class _Parallel(msgspec.Struct, frozen=True):
+    """The part of vllm/config/parallel.py that layout needs (0.32)."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    data_parallel_size_local: int = 1
+    data_parallel_rank: int = 0
+    data_parallel_index: int = 0
+    data_parallel_master_ip: str = ""
+    data_parallel_rpc_port: int = 0
+    data_parallel_external_lb: bool = False
+    data_parallel_hybrid_lb: bool = False
+
+
+class _Transfer(msgspec.Struct, frozen=True):
+    backend: str | None = None
+
+
+class _Config(msgspec.Struct, frozen=True):
+    instance_id: str | None = None
+    parallel_config: _Parallel | None = None
+    weight_transfer_config: _Transfer | None = None
+
+
+class _ServerInfo(msgspec.Struct, frozen=True):
+    vllm_config: _Config = _Config()
+
+
+async def glance(client: ReplicaClient, url: str) -> Observation:
+    """Ask whether the server lives and which version it names."""
+    health = await client.call(url, Call("GET", "/health"))
+    if not health.ok:
+        return Observation(lost=_why_lost(health))
+    version = await client.call(url, Call("GET", "/weight_info"))
+    return Observation(version=_field(version, "weight_version"))
+
+
+async def identify(client: ReplicaClient, url: str, placement: Placement) -> Observation:
+    """Ask everything that membership, layout and restart detection need."""
+    health = await client.call(url, Call("GET", "/health"))
+    if not health.ok:
+        return Observation(lost=_why_lost(health))
+    info, configured = _server_info(await client.read(url, SERVER_INFO))
+    size = _field(await client.call(url, Call("GET", "/get_world_size")), "world_size")
+    version = await client.call(url, Call("GET", "/weight_info"))
+    paused = await client.call(url, Call("GET", "/is_paused"))
+    return Observation(
+        refusal=await _refusal(client, url, info, configured=configured),
+        topology=topology_of(info.parallel_config or _Parallel(), size, placement),
+        backend=info.weight_transfer_config.backend if info.weight_transfer_config else None,
+        instance=info.instance_id or await _start_time(client, url),
+        version=_field(version, "weight_version"),
+        paused=_field(paused, "is_paused"),
+    )
+
+
+def topology_of(parallel: _Parallel, size: int | None, placement: Placement) -> Topology:
+    """Return how a server takes part in a layout; what the operator said wins.
+
+    `size` is the answer of /get_world_size. Behind an external or hybrid load balancer a server
+    reports the whole deployment if its size covers all data-parallel ranks, else only itself.
+    """
+    own = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    workers = placement.workers or size or own * parallel.data_parallel_size
+    if placement.deployment is not None:
+        return Topology(
+            workers=workers,
+            deployment=placement.deployment,
+            counts_deployment=placement.counts_deployment,
+        )
+    balanced = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb
+    shared = balanced and parallel.data_parallel_size > 1
+    if not (shared or parallel.data_parallel_index > 0) or placement.workers:
+        return Topology(workers=workers)
+    local = max(1, parallel.data_parallel_size_local)
+    return Topology(
+        workers=workers,
+        deployment=f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}",
+        counts_deployment=workers > own * local,
+        servers=parallel.data_parallel_size // local if shared else None,
+        index=max(parallel.data_parallel_index, parallel.data_parallel_rank) // local,
+    )
+
+
+async def _refusal(
+    client: ReplicaClient, url: str, info: _Config, *, configured: bool
+) -> str | None:
+    """Return why this server can never be a member as it was started, or None."""
+    for path in MEMBER_ENDPOINTS:
+        outcome = await client.call(url, Call("GET", path))
+        if outcome.status == 404:
+            return (
+                f"lacks POST {path}; start vLLM 0.21 or newer with VLLM_SERVER_DEV_MODE=1 "
+                "to make it a member"
+            )
+    if configured and info.weight_transfer_config is None:
+        return "was started without --weight-transfer-config, so it cannot receive weights"
+    return None
+
+
+def _server_info(body: bytes) -> tuple[_Config, bool]:
+    """Return the server's configuration, and whether it told us one at all.
+
+    Only the fields named above are decoded; the rest of these some 30 KB is skipped.
+    """
+    try:
+        return msgspec.json.decode(body, type=_ServerInfo).vllm_config, True
+    except msgspec.MsgspecError:
+        return _Config(), False
+
+
+async def _start_time(client: ReplicaClient, url: str) -> str | None:
+    body = await client.read(url, "/metrics")
+    found = _START_TIME.search(body)
+    return f"started at {found.group(1).decode()}" if found else None
+
+
+def _why_lost(health: Outcome) -> str:
+    if health.outcome is Result.FAILED:
+        return f"unhealthy: /health answers {health.status}"
+    return f"unreachable: {health.detail}"
+
+
+def _field(outcome: Outcome, name: str) -> Any:
+    answer: Any = outcome.answer
+    return answer.get(name) if outcome.ok and isinstance(answer, dict) else None

@@ -1,0 +1,203 @@
+"""The one place that speaks vLLM's HTTP: a call in, an answer or a typed failure out.
+
+Two pools: `fresh` opens a connection per call, for calls that must not be repeated (a reset on a
+reused connection cannot be told from a lost answer); `pooled` keeps connections, for the rest.
+vLLM closes idle connections after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE), so pooled ones expire
+before. There is no cap on connections: a collective below the fleet's size would deadlock.
+
+It judges answers: a status of 400 or more is a failure, and so is a 200 whose body says error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp.abc import AbstractStreamWriter
+
+from fleet.outcome import Outcome, Result
+
+CHUNK_BYTES = 64 * 1024
+"""How much of a body is handed to one connection at a time, so that a 5 MB body to 64 replicas
+does not stand 64 times in write buffers."""
+
+KEEP_ALIVE_S = 4.0
+DETAIL_CHARS = 2000
+ANSWER_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request to a replica; `body` is JSON bytes, shared by every replica that gets them."""
+
+    method: str
+    path: str
+    query: str = ""
+    body: bytes | memoryview | None = None
+    fresh: bool = False
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+
+
+class SharedBody(aiohttp.Payload):
+    """A body that many connections write in small pieces from one buffer, without a copy each."""
+
+    def __init__(self, value: bytes | memoryview) -> None:
+        super().__init__(value, content_type="application/json")
+        self._view = memoryview(value).cast("B")
+        self._length = len(self._view)
+        self._size = self._length
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Return the body as text, for aiohttp's debugging output."""
+        return bytes(self._view).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """Write the whole body."""
+        await self.write_with_length(writer, None)
+
+    async def write_with_length(
+        self, writer: AbstractStreamWriter, content_length: int | None
+    ) -> None:
+        """Write at most `content_length` bytes, waiting for the socket between the pieces."""
+        end = self._length if content_length is None else min(self._length, content_length)
+        for start in range(0, end, CHUNK_BYTES):
+            await writer.write(self._view[start : min(start + CHUNK_BYTES, end)])
+
+
+class ReplicaClient:
+    """Calls replicas and says what came of it; never raises for what a replica may do."""
+
+    def __init__(
+        self, fresh: aiohttp.ClientSession, pooled: aiohttp.ClientSession, token: str | None
+    ) -> None:
+        self._fresh = fresh
+        self.pooled = pooled
+        self._headers: dict[str, str] = {"Authorization": f"Bearer {token}"} if token else {}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that every call to a replica carries."""
+        return self._headers
+
+    async def call(self, url: str, call: Call) -> Outcome:
+        """Make one call and return its outcome; only cancellation and bugs raise.
+
+        A pooled connection that the server closed while idle is replaced once: such calls are
+        idempotent by choice of the pool.
+        """
+        started = perf_counter()
+        try:
+            outcome = await self._attempt(url, call)
+        except aiohttp.ServerDisconnectedError as error:
+            outcome = await self._again(url, call, error)
+        except (aiohttp.ClientError, OSError) as error:
+            outcome = _unreachable(error)
+        return msgspec.structs.replace(outcome, elapsed_s=perf_counter() - started)
+
+    async def read(self, url: str, path: str) -> bytes:
+        """Return the body of a GET, empty if there is none to be had."""
+        try:
+            async with self.pooled.get(f"{url}{path}", headers=self._headers) as response:
+                return await response.read() if response.status == 200 else b""
+        except (aiohttp.ClientError, OSError):
+            return b""
+
+    async def _again(self, url: str, call: Call, error: Exception) -> Outcome:
+        if call.fresh:
+            return _unreachable(error)
+        try:
+            return await self._attempt(url, call)
+        except (aiohttp.ClientError, OSError) as again:
+            return _unreachable(again)
+
+    async def _attempt(self, url: str, call: Call) -> Outcome:
+        session = self._fresh if call.fresh else self.pooled
+        target = f"{url}{call.path}?{call.query}" if call.query else f"{url}{call.path}"
+        body = SharedBody(call.body) if call.body is not None else None
+        async with session.request(
+            call.method, target, data=body, headers={**self._headers, **call.headers}
+        ) as response:
+            return judge(response.status, await response.read())
+
+
+def judge(status: int, body: bytes) -> Outcome:
+    """Return what an answer means: 2xx and no error in the body is ok, all else is failed."""
+    answer = _decode(body)
+    complaint = _complaint(answer)
+    if status < 300 and complaint is None:
+        return Outcome(outcome=Result.OK, status=status, answer=answer)
+    detail = complaint or _text(body) or f"HTTP {status}"
+    return Outcome(outcome=Result.FAILED, status=status, detail=detail[:DETAIL_CHARS])
+
+
+def _complaint(answer: Any) -> str | None:
+    """Return what a body says went wrong, in any of the shapes that vLLM and FastAPI use."""
+    if not isinstance(answer, dict):
+        return None
+    error: Any = answer.get("error")
+    if isinstance(error, dict):
+        return str(error.get("message") or error)
+    if error:
+        return str(error)
+    if answer.get("object") == "error" or answer.get("status") == "error":
+        return str(answer.get("message") or answer)
+    detail: Any = answer.get("detail")
+    return str(detail) if detail is not None and len(answer) == 1 else None
+
+
+def _decode(body: bytes) -> Any:
+    if not body:
+        return None
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return _text(body)
+
+
+def _text(body: bytes) -> str:
+    return body[:DETAIL_CHARS].decode("utf-8", "replace").strip()
+
+
+def _unreachable(error: BaseException) -> Outcome:
+    detail = str(error) or type(error).__name__
+    return Outcome(outcome=Result.UNREACHABLE, detail=detail[:DETAIL_CHARS])
+
+
+@asynccontextmanager
+async def open_client(token: str | None = None) -> AsyncGenerator[ReplicaClient]:
+    """Open both pools; leaving the context closes every connection."""
+    no_timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+    async with (
+        aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True, ttl_dns_cache=30),
+            timeout=no_timeout,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        ) as fresh,
+        aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=30
+            ),
+            timeout=no_timeout,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        ) as pooled,
+    ):
+        yield ReplicaClient(fresh, pooled, token)
+
+
+async def answered_within(seconds: float, attempt: Callable[[], Awaitable[Outcome]]) -> Outcome:
+    """Return the outcome, or a timeout if it takes longer than `seconds`."""
+    started = perf_counter()
+    try:
+        async with asyncio.timeout(seconds):
+            return await attempt()
+    except TimeoutError:
+        detail = f"no answer within {seconds:g} s"
+        return Outcome(outcome=Result.TIMEOUT, detail=detail, elapsed_s=perf_counter() - started)
