@@ -110,7 +110,9 @@ def test_the_scheme_is_read_in_any_case(scheme: str) -> None:
         basic(b"user:wrong"),
         [(b"authorization", b"Basic not base64")],
         [(b"authorization", b"Basic")],
+        [(b"authorization", b"Basic !" + base64.b64encode(b"u:" + token_of(T).encode()))],
         bearer("wrong") + bearer(token_of(T)),
+        bearer(token_of(T)) + bearer("wrong"),
     ],
 )
 def test_anything_but_the_token_is_no_token(headers: list[tuple[bytes, bytes]]) -> None:

@@ -161,7 +161,9 @@ def test_what_kubernetes_injects_is_passed_over(name: str, value: str) -> None:
     assert load_settings(environ={name: value}, flags={}, config=None) == Settings()
 
 
-@pytest.mark.parametrize("name", ["FLEET_GATEWAY_PORT", "FLEET_SERVICE", "FLEET_PORT_8000"])
+@pytest.mark.parametrize(
+    "name", ["FLEET_GATEWAY_PORT", "FLEET_SERVICE", "FLEET_PORT_8000", "FLEET_SERVICE_HOSTS"]
+)
 def test_what_only_looks_like_kubernetes_is_refused(name: str) -> None:
     """The exception is no wider than it must be."""
     with pytest.raises(SettingsError, match=f"{name}: unknown setting"):
@@ -322,9 +324,10 @@ def test_secrets_do_not_show(from_file: Callable[[str], Settings]) -> None:
     assert public["auth"]["trainer_token"] == "**********"
     assert public["auth"]["operator_token"] is None
     assert "hidden" not in f"{public} {settings!r} {settings}"
-    with pytest.raises(SettingsError) as caught:
-        from_file("auth: {trainer_token: hidden, x: [}")
-    assert "hidden" not in str(caught.value)
+    for text in ("auth: {trainer_token: hidden, x: [}", "auth: {trainer_token: [hidden]}"):
+        with pytest.raises(SettingsError) as caught:
+            from_file(text)
+        assert "hidden" not in str(caught.value)
 
 
 def test_public_settings_are_plain_values() -> None:
