@@ -39,7 +39,7 @@ check: venv ## Run every static check: format, lint, types, import contracts, si
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/loq check
+	$(BIN)/loq check --no-cache
 	$(BIN)/codespell
 
 format: venv ## Format the code and fix what ruff can fix
