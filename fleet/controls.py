@@ -196,6 +196,11 @@ class Controls:
         self._raise_if_failed(what, outcomes)
         return outcomes
 
+    async def ask_everyone(self, call: Call) -> Outcomes:
+        """Make one harmless call on every replica that can answer, whatever the phase."""
+        targets, outcomes = self._reachable(self._ledger.state)
+        return outcomes | await self._ask(targets, call)
+
     async def abort(self, body: bytes) -> Outcomes:
         """Abort rollouts everywhere; needs no phase and no lease."""
         state = self._ledger.state

@@ -105,17 +105,30 @@ def check_list_length(layout: Layout, length: int) -> None:
 
 
 def _units(replicas: Iterable[Replica]) -> list[_Unit]:
+    known = [(replica.id, replica.topology or Topology()) for replica in replicas]
+    headless = _headless_deployments(known)
     grouped: dict[str, list[tuple[str, Topology]]] = {}
-    for replica in replicas:
-        topology = replica.topology or Topology()
-        key = f"deployment {topology.deployment}" if topology.deployment else replica.id
-        grouped.setdefault(key, []).append((replica.id, topology))
+    for name, topology in known:
+        deployment = topology.deployment or (
+            topology.master if topology.master in headless else None
+        )
+        key = f"deployment {deployment}" if deployment else name
+        grouped.setdefault(key, []).append((name, topology))
     return [_Unit(name, tuple(members)) for name, members in grouped.items()]
+
+
+def _headless_deployments(known: Iterable[tuple[str, Topology]]) -> frozenset[str]:
+    """Return the dense deployments whose first server must be among the seemingly independent."""
+    indices: dict[str, set[int | None]] = {}
+    for _, topology in known:
+        if topology.deployment and topology.servers is None and topology.index is not None:
+            indices.setdefault(topology.deployment, set()).add(topology.index)
+    return frozenset(name for name, found in indices.items() if 0 not in found)
 
 
 def _unit_size(unit: _Unit) -> int:
     first = unit.members[0][1]
-    if first.deployment is None:
+    if all(topology.deployment is None for _, topology in unit.members):
         return first.workers
     _check_deployment(unit)
     if first.counts_deployment:

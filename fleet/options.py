@@ -8,9 +8,11 @@ import msgspec
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """What an operator says about a replica's ranks where probing cannot tell.
 
-    `workers` None: as probed. `deployment` None: an independent server.
+    `explicit` says that the operator spoke at all. `workers` None: as probed. `deployment` None:
+    an independent server.
     """
 
+    explicit: bool = False
     workers: int | None = None
     deployment: str | None = None
     counts_deployment: bool = False

@@ -100,7 +100,7 @@ def topology_of(parallel: _Parallel, size: int | None, placement: Placement) -> 
     """
     own = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     workers = placement.workers or size or own * parallel.data_parallel_size
-    if placement.deployment is not None:
+    if placement.explicit:
         return Topology(
             workers=workers,
             deployment=placement.deployment,
@@ -108,12 +108,13 @@ def topology_of(parallel: _Parallel, size: int | None, placement: Placement) -> 
         )
     balanced = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb
     shared = balanced and parallel.data_parallel_size > 1
-    if not (shared or parallel.data_parallel_index > 0) or placement.workers:
-        return Topology(workers=workers)
+    master = f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}"
+    if not (shared or parallel.data_parallel_index > 0):
+        return Topology(workers=workers, master=master, index=0)
     local = max(1, parallel.data_parallel_size_local)
     return Topology(
         workers=workers,
-        deployment=f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}",
+        deployment=master,
         counts_deployment=workers > own * local,
         servers=parallel.data_parallel_size // local if shared else None,
         index=max(parallel.data_parallel_index, parallel.data_parallel_rank) // local,

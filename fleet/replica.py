@@ -33,7 +33,9 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     `workers` is what the server's /get_world_size answers (TP x PP, and x DP where the server
     counts it). Servers with the same `deployment` are one deployment behind an external load
     balancer and share one rank offset; `counts_deployment` says that `workers` already covers
-    all of it (expert parallel), `servers` how many servers it has (None: those we know).
+    all of it (expert parallel), `servers` how many servers it has (None: those we know). `master`
+    is the data-parallel master that any server names: the first server of a dense deployment
+    looks like an independent one, but for a second server with the same master.
     Source: vllm/config/parallel.py and distributed/weight_transfer/nccl_common.py, 0.32.
     """
 
@@ -42,6 +44,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     counts_deployment: bool = False
     servers: int | None = None
     index: int | None = None
+    master: str | None = None
 
 
 class Sleep(msgspec.Struct, frozen=True, kw_only=True):

@@ -216,6 +216,12 @@ class Auth(_Group):
     replica_token: SecretStr | None = None
     """Sent to every replica as `Authorization: Bearer`; unset: no header is sent."""
 
+    @property
+    def guards_anything(self) -> bool:
+        """Whether any token is configured."""
+        tokens = (self.trainer_token, self.operator_token, self.rollout_token, self.replica_token)
+        return any(token is not None for token in tokens)
+
     @field_validator("trainer_token", "operator_token", "rollout_token", "replica_token")
     @classmethod
     def _usable_in_headers(cls, value: SecretStr | None) -> SecretStr | None:

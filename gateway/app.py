@@ -1,0 +1,205 @@
+"""The application: wiring only. `open_gateway` builds the parts, `create_app` adds the routes.
+
+Rollouts bypass the framework: the outermost ASGI callable hands their paths to the proxy and
+everything else to FastAPI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from fleet.controls import Controls
+from fleet.coordinator import Coordinator
+from fleet.errors import FleetError
+from fleet.fanout import FanOut
+from fleet.ledger import Ledger
+from fleet.options import Deadlines, FleetOptions, Placement
+from fleet.owner import task_owner
+from fleet.performer import Performer
+from fleet.registry import Registry
+from fleet.replica_client import ReplicaClient, open_client
+from fleet.store import Store, open_store
+from gateway.asgi import Receive, Scope, Send
+from gateway.context import Gateway
+from gateway.desk import Desk
+from gateway.errors import body_of, headers_of, shape, status_of
+from gateway.gate import RolloutGate
+from gateway.metrics import Metrics
+from gateway.proxy import RolloutProxy
+from gateway.routes import admin, control, ops
+from gateway.settings_model import DeploymentKind, Settings
+from gateway.single_flight import SingleFlight
+
+log = logging.getLogger(__name__)
+
+FRAMEWORK_PATHS = frozenset({"/v1/models", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""Paths that look like rollouts but concern every replica."""
+
+
+class Application:
+    """The outermost ASGI callable."""
+
+    def __init__(self, framework: FastAPI) -> None:
+        self.framework = framework
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand rollouts to the proxy, everything else to FastAPI."""
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            if RolloutProxy.takes(path) and path not in FRAMEWORK_PATHS:
+                gateway: Gateway = self.framework.state.gateway
+                await gateway.proxy(scope, receive, send)
+                return
+        await self.framework(scope, receive, send)
+
+
+def create_app(settings: Settings) -> Application:
+    """Return the gateway as an ASGI application; its lifespan opens and closes everything."""
+
+    @asynccontextmanager
+    async def lifespan(framework: FastAPI) -> AsyncGenerator[None]:
+        async with open_gateway(settings) as gateway:
+            framework.state.gateway = gateway
+            yield
+
+    framework = FastAPI(
+        title="vLLM fleet gateway", lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    for routes in (control.router, admin.router, ops.router):
+        framework.include_router(routes)
+    framework.add_exception_handler(FleetError, _fleet_error)
+    framework.add_exception_handler(RequestValidationError, _bad_query)
+    framework.add_exception_handler(HTTPException, _no_route)
+    framework.add_exception_handler(Exception, _bug)
+    return Application(framework)
+
+
+@asynccontextmanager
+async def open_gateway(settings: Settings) -> AsyncGenerator[Gateway]:
+    """Open the store, the pools and the background tasks; leaving closes them in reverse."""
+    options = options_of(settings)
+    async with (
+        open_store(settings.store, settings.name) as store,
+        open_client(options.replica_token) as client,
+        task_owner() as owner,
+    ):
+        gateway = await _assemble(settings, options, store, client, owner)
+        await gateway.registry.add(settings.replicas)
+        await gateway.registry.sweep()
+        owner.create_task(gateway.registry.run(), name="probe replicas")
+        yield gateway
+
+
+async def _assemble(
+    settings: Settings,
+    options: FleetOptions,
+    store: Store,
+    client: ReplicaClient,
+    owner: asyncio.TaskGroup,
+) -> Gateway:
+    ledger = await Ledger.open(store, settings.name)
+    gate = RolloutGate(settings.gate, settings.routing.policy)
+    ledger.watch(gate.follow)
+    metrics = Metrics()
+    metrics.observe(lambda: ledger.state, gate)
+    fan_out = FanOut(owner)
+    registry = Registry(ledger, client, fan_out, options)
+    performer = Performer(ledger, client, fan_out, gate, options)
+
+    def suspect(replica: str) -> None:
+        fan_out.spawn(registry.verify([replica]), name=f"verify {replica}")
+
+    return Gateway(
+        settings=settings,
+        store=store,
+        ledger=ledger,
+        registry=registry,
+        coordinator=Coordinator(ledger, performer, registry, fan_out, options),
+        controls=Controls(ledger, performer, gate, options),
+        gate=gate,
+        client=client,
+        proxy=RolloutProxy(gate, client, settings, metrics, suspect),
+        desk=Desk(settings, ledger, SingleFlight(owner), metrics),
+        metrics=metrics,
+    )
+
+
+def options_of(settings: Settings) -> FleetOptions:
+    """Return what the coordinator needs of the settings."""
+    times = settings.timeouts
+    token = settings.auth.replica_token
+    return FleetOptions(
+        name=settings.name,
+        pause_on_update=settings.pause_on_update,
+        auto_version=settings.auto_version,
+        deadlines=Deadlines(
+            init_s=times.init_s,
+            start_s=times.start_s,
+            update_s=times.update_s,
+            finish_s=times.finish_s,
+            pause_s=times.pause_s,
+            control_s=times.control_s,
+            gate_s=settings.gate.timeout_s,
+            probe_interval_s=times.probe_s,
+            probe_s=times.probe_timeout_s,
+        ),
+        placements=_placements(settings),
+        replica_token=token.get_secret_value() if token else None,
+        min_replicas=settings.min_replicas,
+    )
+
+
+def _placements(settings: Settings) -> dict[str, Placement]:
+    placements: dict[str, Placement] = {}
+    for number, entry in enumerate(settings.topology):
+        shared = entry.kind is not DeploymentKind.INDEPENDENT
+        placement = Placement(
+            workers=entry.world_size,
+            deployment=f"topology {number}" if shared else None,
+            counts_deployment=entry.kind is DeploymentKind.EXPERT_PARALLEL,
+            explicit=True,
+        )
+        placements |= dict.fromkeys(entry.replicas, placement)
+    return placements
+
+
+async def _fleet_error(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, FleetError)
+    return Response(body_of(error), status_of(error), headers=dict(headers_of(error)))
+
+
+async def _bad_query(request: Request, error: Exception) -> Response:
+    """FastAPI answers 422 to a bad query; vLLM answers 400."""
+    del request
+    assert isinstance(error, RequestValidationError)
+    told = "; ".join(f"{e['loc'][-1]}: {e['msg']}" for e in error.errors())
+    return _plain(400, told, "BadInput")
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    message = f"{request.method} {path}: {error.detail}"
+    return _plain(error.status_code, message, "NoRoute", dict(error.headers or {}))
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    log.error("bug", extra={"path": request.url.path}, exc_info=error)
+    return _plain(500, f"{type(error).__name__}: {error}", "Bug")
+
+
+def _plain(status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> Response:
+    content: dict[str, Any] = shape(message, kind, status)
+    return Response(
+        msgspec.json.encode(content), status, headers=headers, media_type="application/json"
+    )

@@ -1,0 +1,41 @@
+"""Everything one gateway is made of, and how a route reaches it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from fleet.controls import Controls
+from fleet.coordinator import Coordinator
+from fleet.ledger import Ledger
+from fleet.registry import Registry
+from fleet.replica_client import ReplicaClient
+from fleet.store import Store
+from gateway.desk import Desk
+from gateway.gate import RolloutGate
+from gateway.metrics import Metrics
+from gateway.proxy import RolloutProxy
+from gateway.settings_model import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gateway:
+    """The parts of a running gateway, wired once at start."""
+
+    settings: Settings
+    store: Store
+    ledger: Ledger
+    registry: Registry
+    coordinator: Coordinator
+    controls: Controls
+    gate: RolloutGate
+    client: ReplicaClient
+    proxy: RolloutProxy
+    desk: Desk
+    metrics: Metrics
+
+
+def gateway_of(request: Request) -> Gateway:
+    """Return the gateway that serves this request."""
+    return request.app.state.gateway

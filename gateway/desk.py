@@ -1,0 +1,119 @@
+"""The desk: what every control call has in common before and after its own work.
+
+In this order: form (400), rights (401/403), then the call itself (409, 424, 504). A call that is
+repeated while it is on its way, or because its answer was lost, meets the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+
+from fleet.errors import FleetError
+from fleet.ledger import Ledger
+from fleet.membership import membership
+from gateway.asgi import ClientGone, header, read_body
+from gateway.auth import Right, authorise
+from gateway.errors import status_of
+from gateway.metrics import Metrics
+from gateway.settings_model import Settings
+from gateway.single_flight import SingleFlight, name_of
+
+T = TypeVar("T")
+Parse = Callable[[bytearray], T]
+CLIENT_CLOSED = 499
+"""What is written down for a caller that left; nobody reads it."""
+
+
+class Desk:
+    """Takes control calls in and hands their answers out."""
+
+    def __init__(
+        self, settings: Settings, ledger: Ledger, flights: SingleFlight, metrics: Metrics
+    ) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._flights = flights
+        self._metrics = metrics
+
+    async def serve(
+        self,
+        request: Request,
+        parse: Parse[T],
+        act: Callable[[T], Awaitable[Any]],
+        *,
+        right: Right = Right.TRAINER,
+        limit: int | None = None,
+    ) -> Response:
+        """Read, check and carry out one control call; `act` returns JSON or a Response."""
+        started = perf_counter()
+        try:
+            response = await self._serve(request, parse, act, right, limit)
+        except FleetError as error:
+            self._count(request, status_of(error), started)
+            raise
+        except ClientGone:
+            response = Response(status_code=CLIENT_CLOSED)
+        self._count(request, response.status_code, started)
+        return response
+
+    async def _serve(
+        self,
+        request: Request,
+        parse: Parse[T],
+        act: Callable[[T], Awaitable[Any]],
+        right: Right,
+        limit: int | None,
+    ) -> Response:
+        value, body = await self._read(request, parse, right, limit)
+        name = name_of(request.url.path, request.scope["query_string"], body)
+        key = request.headers.get("idempotency-key")
+        answer = await self._flights.run(name, key, lambda: act(value), request.receive)
+        return self._answer(answer)
+
+    async def _read(
+        self, request: Request, parse: Parse[T], right: Right, limit: int | None
+    ) -> tuple[T, bytearray]:
+        """Check the form, then the rights; a large body of a stranger is not even read."""
+        small = self._settings.limits.control_body_bytes
+        limit = small if limit is None else limit
+        stranger: FleetError | None = None
+        try:
+            authorise(request.scope["headers"], right, self._settings.auth)
+        except FleetError as error:
+            stranger = error
+            length = header(request.scope, b"content-length") or "0"
+            if not length.isdigit() or int(length) > small:
+                raise
+            limit = min(limit, small)
+        body = await read_body(request.scope, request.receive, limit, request.url.path)
+        value = parse(body)
+        if stranger is not None:
+            raise stranger
+        return value, body
+
+    def _answer(self, answer: Any) -> Response:
+        response = (
+            answer
+            if isinstance(answer, Response)
+            else Response(msgspec.json.encode(answer), media_type="application/json")
+        )
+        now = membership(self._ledger.state)
+        if now.changed:
+            response.headers["X-Fleet-Membership"] = f"changed; world_size={now.world_size}"
+        return response
+
+    def _count(self, request: Request, status: int, started: float) -> None:
+        path = request.scope["route"].path
+        self._metrics.control_s.labels(path, status).observe(perf_counter() - started)
+
+
+def caller_of(request: Request) -> str:
+    """Return who is calling, as far as a connection tells."""
+    host = f"{request.client.host}:{request.client.port}" if request.client else "unknown"
+    agent = request.headers.get("user-agent")
+    return f"{host} ({agent})" if agent else host

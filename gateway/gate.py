@@ -1,0 +1,242 @@
+"""The gate: which rollouts may go to which replica now, and the line of those that must wait.
+
+Whether it stands open follows from the fleet's state (`follow`), never from a switch of its own.
+A rollout gets a ticket: the replica and the version label are fixed in that moment. The gate
+counts as closed only when no ticket is between that moment and the last byte sent, so a pause
+that goes out after `closed` overtakes nobody.
+
+The line is first come, first served, and bounded in number, bytes and time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from time import monotonic, time
+
+from fleet.errors import DeadlinePassed, GateOverflow, NoEligibleReplica
+from fleet.replica import Replica
+from fleet.state import UNSET_VERSION, FleetState
+from gateway.routing import POLICIES
+from gateway.settings_model import Gate as GateSettings
+from gateway.settings_model import GateMode
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One admitted rollout: where it goes and which version it was promised."""
+
+    gate: RolloutGate
+    replica: Replica
+    version: str
+    held_s: float
+    is_sending: bool = True
+
+    def sent(self) -> None:
+        """Say that the last byte of the request is on its way."""
+        if self.is_sending:
+            self.is_sending = False
+            self.gate.stop_sending()
+
+    def done(self) -> None:
+        """Say that the rollout is over, whatever came of it."""
+        self.sent()
+        self.gate.leave(self.replica.id)
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """One rollout in the line."""
+
+    size: int
+    min_version: str | None
+    avoid: frozenset[str]
+    admitted: asyncio.Future[Ticket]
+    since: float = field(default_factory=monotonic)
+
+
+class RolloutGate:
+    """Admits rollouts of this gateway to eligible replicas."""
+
+    def __init__(self, settings: GateSettings, policy: str) -> None:
+        self._settings = settings
+        self._policy = POLICIES[policy]
+        self._line: dict[_Waiting, None] = {}
+        self._held_bytes = 0
+        self._eligible: dict[str, Replica] = {}
+        self._state: FleetState | None = None
+        self._dispatched = 0
+        self._sending = 0
+        self.inflight: dict[str, int] = {}
+        self.closed_since: float | None = None
+        self._nothing_sent = _set_event()
+        self._nothing_running = _set_event()
+
+    # -- what the control plane asks --------------------------------------------------------------
+
+    def follow(self, state: FleetState) -> None:
+        """Take over a new state of the fleet; whoever may go now, goes."""
+        self._state = state
+        self._eligible = {} if state.fleet_paused else {r.id: r for r in state.ready()}
+        if state.fleet_paused:
+            self.closed_since = self.closed_since or time()
+        else:
+            self.closed_since = None
+        self._release()
+
+    async def closed(self) -> None:
+        """Return when no rollout is between its choice of a replica and its last byte sent."""
+        await self._nothing_sent.wait()
+
+    async def drained(self) -> None:
+        """Return when no rollout is being answered by any replica."""
+        await self._nothing_running.wait()
+
+    # -- what the operators see -------------------------------------------------------------------
+
+    @property
+    def held(self) -> int:
+        """How many rollouts wait in the line."""
+        return len(self._line)
+
+    @property
+    def held_bytes(self) -> int:
+        """How many bytes of request bodies wait in the line."""
+        return self._held_bytes
+
+    @property
+    def kv(self) -> str:
+        """What the prefix caches rest on: `current`, or `mixed` with older weights."""
+        return self._state.kv if self._state else "current"
+
+    @property
+    def version(self) -> str:
+        """The committed version, as labels say it."""
+        return (self._state.weight_version if self._state else None) or UNSET_VERSION
+
+    # -- what the rollouts ask --------------------------------------------------------------------
+
+    async def admit(
+        self, size: int, min_version: str | None = None, avoid: Iterable[str] = ()
+    ) -> Ticket:
+        """Return a ticket as soon as an eligible replica may take the rollout.
+
+        `avoid` are replicas that have just failed it. Raises GateOverflow when the line is full or
+        the mode is `reject`, DeadlinePassed or NoEligibleReplica when the gate's time is over.
+        """
+        avoided = frozenset(avoid)
+        ticket = self._try(min_version, avoided, held_s=0.0)
+        if ticket is not None:
+            return ticket
+        self._check_room(size)
+        waiting = _Waiting(size, min_version, avoided, asyncio.get_running_loop().create_future())
+        self._line[waiting] = None
+        self._held_bytes += size
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                return await waiting.admitted
+        except BaseException as error:
+            _give_back(waiting)
+            if isinstance(error, TimeoutError):
+                raise self._too_late(min_version) from None
+            raise
+        finally:
+            del self._line[waiting]
+            self._held_bytes -= size
+
+    def stop_sending(self) -> None:
+        """Count one ticket as sent."""
+        self._sending -= 1
+        if self._sending == 0:
+            self._nothing_sent.set()
+
+    def leave(self, replica: str) -> None:
+        """Count one rollout as over."""
+        left = self.inflight[replica] - 1
+        if left:
+            self.inflight[replica] = left
+        else:
+            del self.inflight[replica]
+        if not self.inflight:
+            self._nothing_running.set()
+
+    # -- pieces -----------------------------------------------------------------------------------
+
+    def _may_go(self, min_version: str | None) -> bool:
+        return bool(self._eligible) and self._has_committed(min_version)
+
+    def _has_committed(self, version: str | None) -> bool:
+        """Order comes from commits, never from the string; the eligible ones hold the last."""
+        if version is None or version == self.version or self._state is None:
+            return True
+        return version == UNSET_VERSION or self._state.order_of(version) is not None
+
+    def _try(self, min_version: str | None, avoid: frozenset[str], held_s: float) -> Ticket | None:
+        if not self._may_go(min_version):
+            return None
+        eligible = [replica for replica in self._eligible if replica not in avoid]
+        if not eligible:
+            return None
+        chosen = self._policy(eligible, self.inflight, self._dispatched)
+        return self._dispatch(self._eligible[chosen], held_s)
+
+    def _dispatch(self, replica: Replica, held_s: float) -> Ticket:
+        self._dispatched += 1
+        self._sending += 1
+        self._nothing_sent.clear()
+        self._nothing_running.clear()
+        self.inflight[replica.id] = self.inflight.get(replica.id, 0) + 1
+        return Ticket(self, replica, self.version, held_s)
+
+    def _release(self) -> None:
+        """Let the line move: everyone who may go now, in order of arrival."""
+        if not self._eligible or not self._line:
+            return
+        for waiting in tuple(self._line):
+            if waiting.admitted.done():
+                continue
+            held_s = monotonic() - waiting.since
+            ticket = self._try(waiting.min_version, waiting.avoid, held_s)
+            if ticket is not None:
+                waiting.admitted.set_result(ticket)
+
+    def _check_room(self, size: int) -> None:
+        if self._settings.mode is GateMode.REJECT:
+            raise GateOverflow("the fleet is changing its weights", hint=_RETRY)
+        full = len(self._line) >= self._settings.max_held
+        if full or self._held_bytes + size > self._settings.max_held_bytes:
+            raise GateOverflow(
+                f"the gate holds {len(self._line)} rollouts ({self._held_bytes} bytes), "
+                "as many as it may",
+                hint=_RETRY,
+            )
+
+    def _too_late(self, min_version: str | None) -> DeadlinePassed | NoEligibleReplica:
+        limit = f"{self._settings.timeout_s:g} s"
+        if not self._has_committed(min_version):
+            return DeadlinePassed(
+                f"version {min_version!r} was not committed within {limit}",
+                hint=f"the fleet is at version {self.version!r}",
+            )
+        if self.closed_since is not None:
+            return DeadlinePassed(f"the gate stayed closed for {limit}", hint="see GET /fleet")
+        return NoEligibleReplica(
+            f"no replica could serve this within {limit}",
+            hint="GET /fleet/replicas says why each of them may not",
+        )
+
+
+def _give_back(waiting: _Waiting) -> None:
+    """A rollout whose client left in the very moment it was admitted gives its ticket back."""
+    if waiting.admitted.done() and not waiting.admitted.cancelled():
+        waiting.admitted.result().done()
+
+
+_RETRY = "retry after the time in Retry-After"
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event

@@ -1,0 +1,121 @@
+"""Every metric, named once, with its unit; counted where things happen, read at /metrics.
+
+Gauges are computed from the fleet's state when they are read, so they cannot drift from it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator
+from time import time
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from fleet.replica import ReplicaState
+from fleet.state import UNSET_VERSION, FleetState
+from gateway.gate import RolloutGate
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+
+
+class Metrics:
+    """The counters of one gateway, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.rollouts = Counter(
+            "fleet_rollouts",
+            "Rollouts answered by a replica, by weight version at dispatch and status class.",
+            ["version", "status"],
+            registry=self.registry,
+        )
+        self.rollouts_refused = Counter(
+            "fleet_rollouts_refused",
+            "Rollouts that no replica answered, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.rollouts_cancelled = Counter(
+            "fleet_rollouts_cancelled",
+            "Rollouts whose client left before the answer was complete.",
+            registry=self.registry,
+        )
+        self.control_s = Histogram(
+            "fleet_control_seconds",
+            "Control calls, from the last byte of the request to the answer, by path and status.",
+            ["path", "status"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+
+    def observe(self, state_of: Callable[[], FleetState], gate: RolloutGate) -> None:
+        """Add the gauges that are read off the fleet's state."""
+        self.registry.register(_FleetCollector(state_of, gate))
+
+    def render(self) -> bytes:
+        """Return the exposition in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _FleetCollector(Collector):
+    def __init__(self, state_of: Callable[[], FleetState], gate: RolloutGate) -> None:
+        self._state_of = state_of
+        self._gate = gate
+
+    def collect(self) -> Iterator[Metric]:
+        state = self._state_of()
+        yield from self._fleet(state)
+        yield from self._replicas(state)
+        yield from self._rollouts()
+
+    def _fleet(self, state: FleetState) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "fleet_generation", "Generation of the current group.", state.generation
+        )
+        yield GaugeMetricFamily(
+            "fleet_commits", "Weight versions committed so far.", state.commit_index
+        )
+        info = InfoMetricFamily("fleet", "Where the fleet stands.")
+        version = state.weight_version or UNSET_VERSION
+        info.add_metric([], {"weight_version": version, "phase": state.phase, "kv": state.kv})
+        yield info
+        since = state.pause.since if state.pause else None
+        yield GaugeMetricFamily(
+            "fleet_trainer_pause_seconds",
+            "How long the trainer's own pause has lasted; alarm on it: the trainer may be dead.",
+            time() - since if since else 0.0,
+        )
+        opened = state.round.opened_at if state.round else None
+        yield GaugeMetricFamily(
+            "fleet_round_open_seconds",
+            "How long the current round has been open; alarm on it: the trainer may be dead.",
+            time() - opened if opened else 0.0,
+        )
+
+    def _replicas(self, state: FleetState) -> Iterator[Metric]:
+        tally = Tally(found for _, found, _ in state.states())
+        family = GaugeMetricFamily("fleet_replicas", "Replicas by state.", labels=["state"])
+        for name in ReplicaState:
+            family.add_metric([name.value], tally[name])
+        yield family
+
+    def _rollouts(self) -> Iterator[Metric]:
+        gate = self._gate
+        yield GaugeMetricFamily("fleet_gate_held", "Rollouts waiting at the gate.", gate.held)
+        yield GaugeMetricFamily(
+            "fleet_gate_held_bytes", "Bytes of rollouts waiting at the gate.", gate.held_bytes
+        )
+        closed = gate.closed_since
+        yield GaugeMetricFamily(
+            "fleet_gate_closed_seconds",
+            "How long the gate has been closed, 0 while it is open.",
+            time() - closed if closed else 0.0,
+        )
+        family = GaugeMetricFamily(
+            "fleet_rollouts_in_flight", "Rollouts at each replica.", labels=["replica"]
+        )
+        for replica, count in gate.inflight.items():
+            family.add_metric([replica], count)
+        yield family

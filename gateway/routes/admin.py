@@ -1,0 +1,163 @@
+"""The operator's routes: look at the fleet, change its membership, get it out of a dead end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+
+from fleet.bodies import decode
+from fleet.errors import BadInput, WrongPhase
+from fleet.membership import marked
+from fleet.state import ROUND_OPEN, FleetState
+from gateway.auth import Right, authorise
+from gateway.context import Gateway, gateway_of
+from gateway.desk import caller_of
+from gateway.routes.control import told
+from gateway.views import fleet_view, layout_view, replicas_view, round_view
+
+router = APIRouter(prefix="/fleet")
+
+
+@router.get("")
+async def fleet(request: Request) -> Response:
+    """Summarise the fleet: version, phase, gate, membership, open round, replicas by state."""
+    return _shown(request, lambda g: fleet_view(g.ledger.state, g.gate))
+
+
+@router.get("/replicas")
+async def replicas(request: Request) -> Response:
+    """List every replica with its state and the reason for it."""
+    return _shown(request, lambda g: {"replicas": replicas_view(g.ledger.state, g.gate)})
+
+
+@router.get("/layout")
+async def layout(request: Request) -> Response:
+    """Show which ranks each replica has in the current group."""
+    return _shown(request, lambda g: layout_view(g.ledger.state))
+
+
+@router.get("/rounds")
+async def rounds(request: Request, limit: int = Query(50, ge=1, le=200)) -> Response:
+    """List weight updates, newest first, with the times of every phase and replica."""
+    gateway = _guarded(request)
+    found = await gateway.ledger.rounds(limit)
+    return _json({"rounds": [round_view(record) for record in found]})
+
+
+class _NewReplica(msgspec.Struct, frozen=True):
+    url: str
+
+
+@router.post("/replicas")
+async def add_replica(request: Request) -> Response:
+    """Add a replica by URL; it joins once a probe has seen it."""
+    gateway = gateway_of(request)
+
+    def parse(body: bytearray) -> str:
+        return decode(body, _NewReplica, "a new replica").url
+
+    async def act(url: str) -> dict[str, Any]:
+        try:
+            added = await gateway.registry.add([url])
+        except ValueError as error:
+            raise BadInput(str(error)) from error
+        await gateway.registry.verify(added)
+        return _one(gateway, added[0])
+
+    return await gateway.desk.serve(request, parse, act, right=Right.OPERATOR)
+
+
+@router.delete("/replicas/{replica}")
+async def remove_replica(request: Request, replica: str) -> Response:
+    """Forget a replica; refused while it is a member of an open round."""
+    gateway = gateway_of(request)
+
+    async def act(_: None) -> dict[str, Any]:
+        gateway.registry.find(replica)
+        state = gateway.ledger.state
+        if state.phase in ROUND_OPEN and state.group and replica in state.group.members:
+            raise WrongPhase(
+                f"{replica} is a member of the open round",
+                hint="drain it now and remove it after the round",
+            )
+        await gateway.registry.remove(replica)
+        return {"removed": replica}
+
+    return await gateway.desk.serve(request, _nothing, act, right=Right.OPERATOR)
+
+
+@router.post("/replicas/{replica}/drain")
+async def drain(request: Request, replica: str) -> Response:
+    """Route no more rollouts to a replica and leave it out of the next group."""
+    return await _mark(request, replica, draining=True)
+
+
+@router.post("/replicas/{replica}/readmit")
+async def readmit(request: Request, replica: str) -> Response:
+    """Take a draining replica back; a fence is lifted only by a full update."""
+    return await _mark(request, replica, draining=False)
+
+
+@router.post("/replicas/{replica}/fence")
+async def fence(request: Request, replica: str) -> Response:
+    """Bar a replica from rollouts until a full update."""
+    why = f"an operator asked for it ({caller_of(request)})"
+    return await _mark(request, replica, fence=why, holds=None)
+
+
+@router.post("/reset")
+async def reset(request: Request) -> Response:
+    """Abandon whatever is open, and say what stays fenced."""
+    gateway = gateway_of(request)
+
+    async def act(_: None) -> dict[str, Any]:
+        outcomes = await gateway.coordinator.reset(caller_of(request))
+        state = gateway.ledger.state
+        fenced = {r.id: r.fence for r in state.replicas.values() if r.fence}
+        wedged = {r.id: r.wedged for r in state.replicas.values() if r.wedged}
+        view = fleet_view(state, gateway.gate)
+        return {"fenced": fenced, "wedged": wedged, "fleet": view, **told(outcomes)}
+
+    return await gateway.desk.serve(request, _nothing, act, right=Right.OPERATOR)
+
+
+async def _mark(request: Request, replica: str, **facts: Any) -> Response:
+    gateway = gateway_of(request)
+
+    async def act(_: None) -> dict[str, Any]:
+        gateway.registry.find(replica)
+
+        def change(state: FleetState) -> FleetState:
+            return marked(state, [replica], **facts)
+
+        await gateway.ledger.amend(change)
+        return _one(gateway, replica)
+
+    return await gateway.desk.serve(request, _nothing, act, right=Right.OPERATOR)
+
+
+def _one(gateway: Gateway, replica: str) -> dict[str, Any]:
+    views = replicas_view(gateway.ledger.state, gateway.gate)
+    return next(view for view in views if view["id"] == replica)
+
+
+def _shown(request: Request, view: Callable[[Gateway], dict[str, Any]]) -> Response:
+    return _json(view(_guarded(request)))
+
+
+def _guarded(request: Request) -> Gateway:
+    gateway = gateway_of(request)
+    authorise(request.scope["headers"], Right.OPERATOR, gateway.settings.auth)
+    return gateway
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _nothing(body: bytearray) -> None:
+    if body:
+        decode(body, dict[str, Any], "this call")

@@ -1,0 +1,107 @@
+"""A retry of a control call is not a second call.
+
+Same path, same body, still on its way: the retry joins it. Already over, and every caller's
+connection was gone before the answer could be handed over (or the same Idempotency-Key came with
+it): the retry gets the stored answer. Otherwise an identical body is a new call: chunks may look
+alike. Nothing is ever fanned out twice for one call (a second collective would hang everyone).
+
+The work runs in the gateway's task group, so a caller that leaves does not stop it half way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+from gateway.asgi import ClientGone, Receive, until_gone
+
+STORED_S = 600.0
+STORED = 64
+"""For how long, and how many, answers wait for a retry."""
+
+Work = Callable[[], Awaitable[Any]]
+
+
+class SingleFlight:
+    """Runs control calls so that a retry meets the call that it repeats."""
+
+    def __init__(self, owner: asyncio.TaskGroup) -> None:
+        self._owner = owner
+        self._flights: dict[str, _Flight] = {}
+
+    async def run(
+        self, name: str, idempotency_key: str | None, work: Work, receive: Receive
+    ) -> Any:
+        """Return what `work` returns or raise what it raises, once per call.
+
+        Raises ClientGone when this caller left before the answer was there; the work goes on.
+        """
+        self._forget_old()
+        flight = self._flights.get(name)
+        if flight is None or not flight.answers(idempotency_key):
+            flight = _Flight(idempotency_key)
+            self._flights[name] = flight
+            self._owner.create_task(flight.fly(work), name=f"control {name[:40]}")
+        return await flight.wait(receive)
+
+    def _forget_old(self) -> None:
+        oldest = monotonic() - STORED_S
+        over = [n for n, f in self._flights.items() if f.ended_at is not None]
+        expired = [n for n in over if (self._flights[n].ended_at or 0.0) < oldest]
+        for name in {*expired, *over[:-STORED]}:
+            del self._flights[name]
+
+
+class _Flight:
+    """One call on its way, and those who wait for it."""
+
+    def __init__(self, idempotency_key: str | None) -> None:
+        self._key = idempotency_key
+        self._landed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._delivered = False
+        self.ended_at: float | None = None
+
+    def answers(self, idempotency_key: str | None) -> bool:
+        """Whether a call that looks the same is a retry of this one."""
+        if not self._landed.done():
+            return True
+        same_key = idempotency_key is not None and idempotency_key == self._key
+        return same_key or not self._delivered
+
+    async def fly(self, work: Work) -> None:
+        """Do the work; its errors belong to those who wait, not to the gateway's task group."""
+        try:
+            result = await work()
+        except asyncio.CancelledError:
+            self._landed.cancel()
+            raise
+        except Exception as error:  # every waiting caller gets it
+            self._landed.set_exception(error)
+            self._landed.exception()  # nobody may be waiting: that is no reason to complain
+        else:
+            self._landed.set_result(result)
+        finally:
+            self.ended_at = monotonic()
+
+    async def wait(self, receive: Receive) -> Any:
+        """Return the result, unless the caller leaves before."""
+        leaving = asyncio.ensure_future(until_gone(receive))
+        try:
+            await asyncio.wait((self._landed, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done():
+                raise ClientGone
+            self._delivered = True
+            return self._landed.result()
+        finally:
+            leaving.cancel()
+            with suppress(asyncio.CancelledError):
+                await leaving
+
+
+def name_of(path: str, query: bytes, body: bytes | bytearray) -> str:
+    """Return a name that two calls share only if they are the same call."""
+    return f"{path}?{query.decode('latin-1')}#{hashlib.sha256(body).hexdigest()}"

@@ -1,0 +1,98 @@
+"""What operators see of the fleet: the state as plain JSON, in the shapes that the design fixes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from fleet.membership import membership
+from fleet.replica import Replica, ReplicaState
+from fleet.state import UNSET_VERSION, FleetState, Round
+from gateway.gate import RolloutGate
+
+
+def fleet_view(state: FleetState, gate: RolloutGate) -> dict[str, Any]:
+    """Return the summary of GET /fleet."""
+    now = membership(state)
+    counts = Counter(found.value for _, found, _ in state.states())
+    return {
+        "name": state.name,
+        "generation": state.generation,
+        "weight_version": state.weight_version or UNSET_VERSION,
+        "phase": state.phase,
+        "kv": state.kv,
+        "gate": {
+            "state": "closed" if gate.closed_since is not None else "open",
+            "held": gate.held,
+            "closed_since": gate.closed_since,
+        },
+        "membership": {
+            "changed": now.changed,
+            "world_size": now.world_size,
+            "workers": now.workers,
+            "lost": now.lost,
+        },
+        "pause": msgspec.to_builtins(state.pause),
+        "round": round_view(state.round) if state.round else None,
+        "replicas": dict(counts),
+    }
+
+
+def replicas_view(state: FleetState, gate: RolloutGate) -> list[dict[str, Any]]:
+    """Return the list of GET /fleet/replicas."""
+    offsets = {s.replica: s.rank_offset for s in state.group.layout.slots} if state.group else {}
+    return [
+        _replica_view(replica, found, reason, offsets.get(replica.id), gate)
+        for replica, found, reason in state.states()
+    ]
+
+
+def _replica_view(
+    replica: Replica, found: ReplicaState, reason: str, offset: int | None, gate: RolloutGate
+) -> dict[str, Any]:
+    topology = replica.topology
+    return {
+        "id": replica.id,
+        "url": replica.url,
+        "state": found,
+        "reason": reason,
+        "since": replica.since,
+        "weight_version": replica.version,
+        "world_size": topology.workers if topology else None,
+        "rank_offset": offset,
+        "inflight": gate.inflight.get(replica.id, 0),
+        "held": 0,
+        "paused": replica.paused,
+        "asleep": replica.sleep is not None,
+        "instance": replica.instance,
+        "backend": replica.backend,
+        "deployment": topology.deployment if topology else None,
+    }
+
+
+def layout_view(state: FleetState) -> dict[str, Any]:
+    """Return the rank layout of GET /fleet/layout: the current group's, or none."""
+    group = state.group
+    if group is None:
+        return {"generation": state.generation, "world_size": None, "base": None, "replicas": []}
+    return {
+        "generation": group.generation,
+        "backend": group.backend,
+        "world_size": group.layout.world_size,
+        "base": group.layout.base,
+        "replicas": [
+            {"id": s.replica, "rank_offset": s.rank_offset, "world_size": s.workers}
+            for s in group.layout.slots
+        ],
+        "left_out": group.left_out,
+    }
+
+
+def round_view(record: Round) -> dict[str, Any]:
+    """Return one round with its phases, newest facts included."""
+    view: dict[str, Any] = msgspec.to_builtins(record)
+    del view["names_key"]
+    view["phases"] = view.pop("records")
+    return view

@@ -1,0 +1,62 @@
+"""A real gateway on a real socket, on the test's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+
+from gateway.app import Application, create_app
+from gateway.context import Gateway
+from gateway.settings_model import Settings
+
+
+@dataclass
+class Served:
+    """A gateway that answers at `url`; `gateway` is what it is made of."""
+
+    url: str
+    app: Application
+    http: httpx.AsyncClient
+    seen: list[Any] = field(default_factory=list[Any])
+
+    @property
+    def gateway(self) -> Gateway:
+        """The parts of the running gateway."""
+        return self.app.framework.state.gateway
+
+    async def fleet(self) -> dict[str, Any]:
+        """GET /fleet."""
+        return (await self.http.get("/fleet")).json()
+
+    async def states(self) -> dict[str, str]:
+        """Each replica's state by id."""
+        found = (await self.http.get("/fleet/replicas")).json()["replicas"]
+        return {replica["id"]: replica["state"] for replica in found}
+
+
+@asynccontextmanager
+async def serve(settings: Settings) -> AsyncGenerator[Served]:
+    """Serve until the context is left; the first sweep is over on entry."""
+    app = create_app(settings)
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, log_level="warning", ws="none", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.ensure_future(server.serve())
+    try:
+        while not server.started:  # uvicorn sets no event
+            assert not serving.done(), "the gateway did not start"
+            await asyncio.sleep(0.005)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
+            yield Served(url, app, http)
+    finally:
+        server.should_exit = True
+        await serving
