@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from fleet.sim.errors import BadRequest, SimError, error_body
+from fleet.sim.errors import BadRequest, CallFailed, SimError, error_body
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 Routes = dict[str, dict[str, Handler]]
@@ -35,9 +35,16 @@ def empty() -> web.Response:
     return web.Response(status=200)
 
 
+class CallFailedAnswer(web.Response):
+    """The answer to a call that raised in the engine; the server hangs up behind it."""
+
+
 def failure(error: SimError) -> web.Response:
     """A simulated error as its HTTP answer."""
-    return answer(error.body(), error.status)
+    if not isinstance(error, CallFailed):
+        return answer(error.body(), error.status)
+    body = json.dumps(error.body()).encode()
+    return CallFailedAnswer(body=body, status=error.status, content_type="application/json")
 
 
 def detail(status: int, allow: Iterable[str] = ()) -> web.Response:

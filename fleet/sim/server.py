@@ -20,7 +20,7 @@ from aiohttp import web
 from fleet.sim.control import ControlRoutes
 from fleet.sim.errors import EngineDead, SimError
 from fleet.sim.faults import Fault
-from fleet.sim.http import Handler, Routes, answer, body_object, detail, failure
+from fleet.sim.http import CallFailedAnswer, Handler, Routes, answer, body_object, detail, failure
 from fleet.sim.info import InfoRoutes
 from fleet.sim.log import ControlCall
 from fleet.sim.rollout import RolloutRoutes
@@ -66,6 +66,8 @@ class SimServer:
         reply = await self._with_faults(request)
         if call is not None:
             call.end(reply.status)
+        if isinstance(reply, CallFailedAnswer):
+            await _answer_and_hang_up(request, reply)
         return reply
 
     async def _log(self, request: web.BaseRequest) -> ControlCall:
@@ -165,6 +167,18 @@ def fault_answer(replica: "SimReplica", body: dict[str, Any]) -> web.Response:
     except ValueError as error:
         return answer({"detail": str(error)}, 400)
     return answer(replica.faults.as_json())
+
+
+async def _answer_and_hang_up(request: web.BaseRequest, reply: web.Response) -> None:
+    """Close the connection behind an answer without having said so.
+
+    vLLM's handler for unforeseen exceptions re-raises them past a finished answer, upon which
+    uvicorn closes (seen on a real server): a client that reuses the connection meets a reset.
+    """
+    await reply.prepare(request)
+    await reply.write_eof()
+    if request.transport is not None:
+        request.transport.close()
 
 
 async def _route(routes: Routes, request: web.BaseRequest) -> web.StreamResponse:

@@ -51,7 +51,9 @@ class SimTrainer:
         self.master_port = master_port
         self.timeout_s = timeout_s
         self.world_size = 0
-        self._http = httpx.Client(timeout=timeout_s, trust_env=False)
+        # a fresh connection for each call, as the stock client has
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(timeout=timeout_s, trust_env=False, limits=limits)
         self._group: GlooGroup | None = None
         self._sent: dict[str, Any] | None = None
 
@@ -157,8 +159,8 @@ class SimTrainer:
     def _leave(self) -> None:
         self._sent = None
         group, self._group = self._group, None
-        if group is not None:
-            group.close()
+        if group is not None:  # closing may wait for gloo's threads, which sit in a broadcast
+            threading.Thread(target=group.close, daemon=True, name="trainer-leave").start()
 
 
 def describe(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:

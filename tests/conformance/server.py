@@ -12,6 +12,8 @@ import httpx
 
 T = TypeVar("T")
 ANSWER_S = 30.0
+# After some 500s vLLM closes the connection without saying so: reuse would meet a reset.
+NO_REUSE = httpx.Limits(max_keepalive_connections=0)
 SOME_ROUND_TRIPS = 25  # long enough for several tokens, without a sleep
 
 
@@ -21,7 +23,7 @@ class Server:
     def __init__(self, url: str, model: str) -> None:
         self.url = url
         self.model = model
-        self._http = httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False)
+        self._http = httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False, limits=NO_REUSE)
         self._pool = ThreadPoolExecutor(8)
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
 """What a server answers while nothing special goes on: shapes, statuses, bad input."""
 
+import http.client
+
 import pytest
 
 from tests.conformance.server import Server, error_of
@@ -92,6 +94,17 @@ def test_failing_worker_call_is_500_and_says_why(server: Server) -> None:
     message = error_of(server.post("/collective_rpc", {"method": "no_such_method"}), 500)
     assert message.startswith("Call to collective_rpc method failed: ")
     assert "no_such_method" in message
+
+
+def test_connection_is_closed_behind_a_failed_worker_call(server: Server) -> None:
+    """The 500 does not announce it, so a pooled connection must not be trusted after one."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+    connection.request("POST", "/finish_weight_update")
+    reply = connection.getresponse()
+    assert (reply.status, reply.getheader("Connection")) == (500, None)
+    reply.read()
+    assert connection.sock.recv(1) == b""
+    connection.close()
 
 
 def test_server_info_tells_identity_topology_and_backend(server: Server) -> None:

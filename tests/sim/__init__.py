@@ -1,0 +1,1 @@
+"""What only the simulator has: faults, topologies, the log, pure generation, and its trainer."""
