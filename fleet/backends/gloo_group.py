@@ -15,6 +15,7 @@ What it does not do: know names, metadata or HTTP, or touch torch's global proce
 imports torch only, never vLLM.
 """
 
+import atexit
 import threading
 import time
 from datetime import timedelta
@@ -83,8 +84,7 @@ class GlooGroup:
         self._wake.set()
         if backend is not None:
             # Letting go waits for gloo's own threads, which may sit in a call until its timeout.
-            box = [backend]
-            threading.Thread(target=box.clear, name="gloo-close", daemon=True).start()
+            _let_go(backend)
 
     def _broadcast_bytes(self, view: torch.Tensor, src: int) -> None:
         self._wake.clear()
@@ -110,6 +110,32 @@ class GlooGroup:
         options.timeout = timedelta(seconds=self.timeout_s)
         # torch's stub leaves out what this class inherits
         return backend.broadcast([view], options)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_closing: set[threading.Thread] = set()
+EXIT_WAIT_S = 10.0
+"""How long the interpreter's exit waits for groups that are being let go: a thread that comes
+back from gloo after the interpreter is gone would abort the process."""
+
+
+def _let_go(backend: ProcessGroupGloo) -> None:
+    """Drop the last reference in a thread of its own, which the interpreter's exit waits for."""
+    box = [backend]
+
+    def drop() -> None:
+        box.clear()
+        _closing.discard(threading.current_thread())
+
+    thread = threading.Thread(target=drop, name="gloo-close", daemon=True)
+    _closing.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _wait_for_closing() -> None:
+    ends = time.monotonic() + EXIT_WAIT_S
+    for thread in tuple(_closing):
+        thread.join(max(0.0, ends - time.monotonic()))
 
 
 def join_group(

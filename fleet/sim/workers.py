@@ -109,8 +109,7 @@ class SimWorker:
     def kill(self) -> None:
         """Leave at once, from any thread: a join is cancelled, a broadcast ends for all ranks."""
         self._killed.set()
-        # closing may wait for gloo's own threads, and the caller is the event loop
-        threading.Thread(target=self.shutdown, name="sim-leave", daemon=True).start()
+        self.shutdown()
 
     def _receive(self, kind: str, info: Metadata) -> None:
         if not self._moves_data:
