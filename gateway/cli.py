@@ -1,0 +1,185 @@
+"""The command line, `fleet`: serve, sim, demo, and what operators type.
+
+Each command is a few lines; what it does lives elsewhere. Heavy parts (torch) are imported only by
+the commands that need them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import httpx
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from gateway.settings import SettingsError, load_settings
+
+app = typer.Typer(
+    help="One URL that makes a fleet of vLLM servers take new weights together, or not at all.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Url = Annotated[str, typer.Option(help="The gateway; user:token@ in it authenticates.")]
+DEFAULT_URL = os.environ.get("FLEET_URL", "http://127.0.0.1:8000")
+console = Console()
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on [0.0.0.0].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on [8000].")] = None,
+    replica: Annotated[list[str] | None, typer.Option(help="A replica's URL; repeat it.")] = None,
+    store: Annotated[str | None, typer.Option(help="memory:// or redis://… [memory://].")] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file with settings.")] = None,
+) -> None:
+    """Serve the gateway in front of the replicas. All settings: docs/settings.md (FLEET_*)."""
+    from gateway.server import serve as run
+
+    flags: dict[str, Any] = {"host": host, "port": port, "replicas": replica, "store": store}
+    try:
+        settings = load_settings(environ=os.environ, flags=flags, config=config)
+    except SettingsError as error:
+        _fail(str(error))
+    run(settings)
+
+
+@app.command()
+def sim(
+    replicas: Annotated[int, typer.Option(help="How many simulated servers.")],
+    world_size: Annotated[int, typer.Option(help="Workers of each.")] = 1,
+    base_port: Annotated[int, typer.Option(help="First of the consecutive ports.")] = 9000,
+    control_port: Annotated[
+        int | None, typer.Option(help="A port that answers for replicas that are down.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="Weight transfer backend.")] = "gloo",
+    token_delay_ms: Annotated[float, typer.Option(help="Time per token.")] = 1.0,
+) -> None:
+    """Run simulated vLLM servers on 127.0.0.1, with real tensors and scriptable faults."""
+    from fleet.sim import SimOptions
+    from fleet.sim import serve as run
+
+    options: dict[str, Any] = {
+        "replicas": replicas,
+        "world_size": world_size,
+        "base_port": base_port,
+        "control_port": control_port,
+        "backend": backend,
+        "token_delay_ms": token_delay_ms,
+    }
+    try:
+        run(SimOptions(**options))
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+
+
+@app.command()
+def demo(
+    replicas: Annotated[int, typer.Option(min=1, help="Simulated servers.")] = 4,
+    versions: Annotated[int, typer.Option(min=1, help="Weight versions to sync.")] = 3,
+    rollouts: Annotated[int, typer.Option(min=1, help="Rollouts in flight.")] = 24,
+) -> None:
+    """Show the main job on simulated servers: several weight versions, no rollout lost."""
+    from gateway.demo import run_demo
+
+    sys.exit(run_demo(replicas=replicas, versions=versions, in_flight=rollouts))
+
+
+@app.command()
+def status(
+    url: Url = DEFAULT_URL,
+    watch: Annotated[bool, typer.Option(help="Keep showing it until Ctrl-C.")] = False,
+) -> None:
+    """Show the fleet: version, phase, gate, and every replica with its reason."""
+    from gateway.tables import status_table
+
+    def table() -> Any:
+        return status_table(_get(url, "/fleet"), _get(url, "/fleet/replicas"))
+
+    if not watch:
+        console.print(table())
+        return
+    with Live(table(), console=console, refresh_per_second=4) as live:
+        while True:
+            time.sleep(1)
+            live.update(table())
+
+
+@app.command("replicas")
+def list_replicas(url: Url = DEFAULT_URL) -> None:
+    """List the replicas."""
+    from gateway.tables import replicas_table
+
+    console.print(replicas_table(_get(url, "/fleet/replicas")))
+
+
+@app.command("rounds")
+def list_rounds(url: Url = DEFAULT_URL) -> None:
+    """List the weight updates, newest first."""
+    from gateway.tables import rounds_table
+
+    console.print(rounds_table(_get(url, "/fleet/rounds")))
+
+
+@app.command()
+def pause(
+    url: Url = DEFAULT_URL,
+    mode: Annotated[str, typer.Option(help="keep, wait or abort.")] = "keep",
+) -> None:
+    """Pause every replica; rollouts wait at the gate."""
+    console.print_json(data=_call("POST", url, f"/pause?mode={mode}"))
+
+
+@app.command()
+def resume(url: Url = DEFAULT_URL) -> None:
+    """Resume every replica and open the gate."""
+    console.print_json(data=_call("POST", url, "/resume"))
+
+
+@app.command()
+def abort(
+    request_ids: Annotated[list[str] | None, typer.Argument(help="None: all.")] = None,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Abort rollouts: those named, or all."""
+    body = {"request_ids": request_ids} if request_ids else {}
+    console.print_json(data=_call("POST", url, "/abort_requests", body))
+
+
+def _get(url: str, path: str) -> Any:
+    return _call("GET", url, path)
+
+
+def _call(method: str, url: str, path: str, body: Any = None) -> Any:
+    try:
+        answer = httpx.request(method, url.rstrip("/") + path, json=body, timeout=900)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        _fail(f"no gateway answers at {url}: {error}")
+    if answer.is_success:
+        return answer.json()
+    _fail(_told(answer))
+
+
+def _told(answer: httpx.Response) -> str:
+    try:
+        content = answer.json()
+        hint = f" ({content['hint']})" if content.get("hint") else ""
+        return f"{answer.status_code}: {content['error']['message']}{hint}"
+    except (ValueError, KeyError, TypeError):
+        return f"{answer.status_code}: {answer.text[:500]}"
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"fleet: {message}", file=sys.stderr)
+    raise typer.Exit(2)
