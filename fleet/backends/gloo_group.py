@@ -90,15 +90,20 @@ class GlooGroup:
         self._wake.clear()
         began = time.monotonic()
         try:
-            work = self._start(view, src)
-            work.get_future().add_done_callback(lambda _: self._wake.set())
-            self._wake.wait()
-            if self._backend is None:
-                raise RuntimeError("the group was closed meanwhile")
-            work.wait()
+            self._run(view, src)
         except RuntimeError as error:
+            # Its frames hold the work, and with that the connections, for as long as it is kept.
+            error.with_traceback(None)
             self.close()
             raise _broadcast_error(self, time.monotonic() - began, error) from error
+
+    def _run(self, view: torch.Tensor, src: int) -> None:
+        work = self._start(view, src)
+        work.get_future().add_done_callback(lambda _: self._wake.set())
+        self._wake.wait()
+        if self._backend is None:
+            raise RuntimeError("the group was closed meanwhile")
+        work.wait()
 
     def _start(self, view: torch.Tensor, src: int) -> Work:
         backend = self._backend
