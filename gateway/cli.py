@@ -166,9 +166,9 @@ def _call(method: str, url: str, path: str, body: Any = None) -> Any:
         answer = httpx.request(method, url.rstrip("/") + path, json=body, timeout=900)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         _fail(f"no gateway answers at {url}: {error}")
-    if answer.is_success:
-        return answer.json()
-    _fail(_told(answer))
+    if not answer.is_success:
+        _fail(_told(answer))
+    return answer.json()
 
 
 def _told(answer: httpx.Response) -> str:

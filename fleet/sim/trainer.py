@@ -159,8 +159,8 @@ class SimTrainer:
     def _leave(self) -> None:
         self._sent = None
         group, self._group = self._group, None
-        if group is not None:  # closing may wait for gloo's threads, which sit in a broadcast
-            threading.Thread(target=group.close, daemon=True, name="trainer-leave").start()
+        if group is not None:
+            group.close()
 
 
 def describe(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ T = TypeVar("T")
 ANSWER_S = 30.0
 # After some 500s vLLM closes the connection without saying so: reuse would meet a reset.
 NO_REUSE = httpx.Limits(max_keepalive_connections=0)
+BALLAST, BALLAST_TOKENS = 48, 220
 SOME_ROUND_TRIPS = 25  # long enough for several tokens, without a sleep
 
 
@@ -93,9 +94,14 @@ class Server:
     def stream(
         self, max_tokens: int, *, rid: str = "stream", prompt: str = "once upon a time"
     ) -> "Generator[Stream]":
-        """A streamed completion that runs in a thread; yielded once its first token is here."""
+        """A streamed completion that runs in a thread; yielded once its first token is here.
+
+        Beside it runs a ballast of other requests, without which a real server is done with a
+        tiny model's tokens before anything can happen to them.
+        """
+        ballast = self.in_background(lambda: self.complete(prompt, BALLAST_TOKENS, n=BALLAST))
         stream = Stream()
-        body = self.completion_body(prompt, max_tokens, stream=True)
+        body = self.completion_body(prompt, max_tokens, stream=True, return_token_ids=True)
         done = self.in_background(lambda: self._read(stream, "/v1/completions", body, rid))
         stream.done = done
         try:
@@ -103,6 +109,8 @@ class Server:
             yield stream
         finally:
             done.result(ANSWER_S)
+            self.post("/abort_requests", {})
+            ballast.result(ANSWER_S)
 
     def _read(self, stream: "Stream", path: str, body: Any, rid: str) -> None:
         headers = {"X-Request-Id": rid}
@@ -127,7 +135,7 @@ class Stream:
     def add(self, event: Any) -> None:
         """Count one event."""
         for choice in event["choices"]:
-            self.tokens += 1
+            self.tokens += len(choice.get("token_ids") or ())
             self.finish_reason = choice["finish_reason"] or self.finish_reason
         self.first.set()
 

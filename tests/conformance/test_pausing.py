@@ -33,8 +33,7 @@ def test_abort_pause_ends_running_requests(server: Server) -> None:
     with server.stream(LONG) as stream:
         server.ok("/pause", mode="abort")
         stream.end()
-    assert stream.finish_reason == "abort"
-    assert stream.tokens <= LONG
+    assert (stream.finish_reason, stream.tokens < LONG) == ("abort", True)
 
 
 def test_wait_pause_lets_running_requests_finish(server: Server) -> None:
@@ -73,7 +72,7 @@ def test_only_internal_ids_abort_a_request(server: Server) -> None:
 def test_abort_without_ids_aborts_everything(server: Server) -> None:
     """An empty object means all that runs."""
     with server.stream(LONG) as stream:
-        assert server.ok("/abort_requests", {}) == {"status": "aborted", "aborted": 1}
+        assert server.ok("/abort_requests", {})["aborted"] >= 1
         stream.end()
     assert stream.finish_reason == "abort"
 

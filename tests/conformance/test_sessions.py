@@ -59,6 +59,29 @@ def test_failed_update_closes_the_session(server: Server) -> None:
     server.ok("/start_weight_update")
 
 
+def test_weights_cannot_be_checked_in_a_session(server: Server) -> None:
+    """Between start and finish the tensors are not there to be digested."""
+    before = server.checksums()
+    server.ok("/start_weight_update")
+    reply = server.post("/weight_checker", {"action": "checksum"})
+    assert "Cannot copy out of meta tensor" in error_of(reply, 500)
+    server.ok("/finish_weight_update")
+    assert server.checksums() == before
+
+
+def test_weights_cannot_be_checked_after_a_failed_update(server: Server) -> None:
+    """A failed update leaves them taken apart; a start and a finish put the old ones together."""
+    before = server.checksums()
+    server.ok("/shutdown_weight_transfer_engine")
+    server.ok("/start_weight_update")
+    error_of(server.post("/update_weights", EMPTY), 500)
+    reply = server.post("/weight_checker", {"action": "checksum"})
+    assert "Cannot copy out of meta tensor" in error_of(reply, 500)
+    server.ok("/start_weight_update")
+    server.ok("/finish_weight_update")
+    assert server.checksums() == before
+
+
 def test_shutdown_is_refused_in_a_session(server: Server) -> None:
     """The trainer's connection is not released in the middle of an update."""
     server.ok("/start_weight_update")

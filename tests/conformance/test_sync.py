@@ -86,15 +86,16 @@ def test_control_calls_queue_behind_an_update_and_health_does_not(
     update = server.in_background(
         lambda: server.post("/update_weights", {"update_info": describe(weights)})
     )
-    asked = server.in_background(lambda: server.checksums())
+    asked = server.in_background(lambda: server.value("/is_paused", "is_paused"))
     server.some_time_passes()
     assert server.get("/health").status_code == 200
     assert not update.done()
+    assert not asked.done()
     for tensor in weights.values():
         trainer.group.broadcast(tensor)
     assert update.result(ANSWER_S).status_code == 200
+    assert asked.result(ANSWER_S) is True
     server.ok("/finish_weight_update")
-    asked.result(ANSWER_S)
 
 
 def test_cleared_caches_leave_no_old_kv(
