@@ -24,11 +24,13 @@ change = msgspec.structs.replace
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """What one probe of one replica saw. None means that the probe did not ask or got no answer.
 
-    `lost` is why the replica could not be reached; `refusal` why it can never be a member as it
+    `lost` is why the replica could not be reached, `silent` that it can but its engine does not
+    answer; `refusal` why it can never be a member as it
     was started (a missing endpoint, say); `unwedged` that a silent one has answered again.
     """
 
     lost: str | None = None
+    silent: str | None = None
     refusal: str | None = None
     topology: Topology | None = None
     backend: str | None = None
@@ -72,6 +74,8 @@ def observe(state: FleetState, replica: str, seen: Observation, now: float) -> F
         return state
     if seen.lost is not None:
         after = change(before, lost=before.lost or seen.lost)
+    elif seen.silent is not None:
+        after = change(before, lost=None, wedged=before.wedged or seen.silent)
     elif _restarted(before, seen):
         after = _merge(_reborn(before, state), seen)
     else:

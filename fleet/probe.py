@@ -1,8 +1,9 @@
 """Probing: what one replica is and can do, found out without any side effect.
 
-`identify` asks everything (topology, backend, instance, endpoints) and is made on first contact,
-before an init or a start, and whenever something looks different. `glance` asks only whether the
-server lives and which version it names, and is made every second.
+`identify` asks everything (topology, backend, instance, endpoints) and is made on first contact
+and whenever something looks different. `glance` asks only whether the engine lives and which
+version it names, and is made every second. `same_instance` tells a restart, before an init or a
+start.
 
 A server can be asked for an endpoint without calling it: GET on a POST-only path is 405 where the
 path exists and 404 where it does not (FastAPI, and so vLLM).
@@ -10,6 +11,7 @@ path exists and 404 where it does not (FastAPI, and so vLLM).
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
@@ -65,12 +67,36 @@ class _ServerInfo(msgspec.Struct, frozen=True):
 
 
 async def glance(client: ReplicaClient, url: str) -> Observation:
-    """Ask whether the server lives and which version it names."""
-    health = await client.call(url, Call("GET", "/health"))
-    if not health.ok:
-        return Observation(lost=_why_lost(health))
+    """Ask whether the engine lives and which version it names, in one request.
+
+    /weight_info reaches the engine, which /health does not (seen on vLLM 0.32: during a lonely
+    init /health answers and /weight_info hangs).
+    """
     version = await client.call(url, Call("GET", "/weight_info"))
-    return Observation(version=_field(version, "weight_version"))
+    if version.ok:
+        return Observation(version=_field(version, "weight_version"))
+    if version.status == 404:
+        version = await client.call(url, Call("GET", "/health"))
+    return Observation() if version.ok else Observation(lost=_why_lost(version))
+
+
+async def explain_silence(client: ReplicaClient, url: str, limit_s: float) -> Observation:
+    """Tell a server that is dead from one whose engine is stuck in a collective."""
+    told = f"no answer to a probe within {limit_s:g} s"
+    try:
+        async with asyncio.timeout(limit_s):
+            health = await client.call(url, Call("GET", "/health"))
+    except TimeoutError:
+        return Observation(lost=f"unreachable: {told}")
+    if health.ok:
+        return Observation(silent=f"its engine is silent: /health answers, but {told}")
+    return Observation(lost=_why_lost(health))
+
+
+async def same_instance(client: ReplicaClient, url: str, instance: str) -> bool:
+    """Whether the server is the same boot as before, in one request."""
+    info, _ = _server_info(await client.read(url, SERVER_INFO))
+    return info.instance_id == instance
 
 
 async def identify(client: ReplicaClient, url: str, placement: Placement) -> Observation:
@@ -156,7 +182,7 @@ async def _start_time(client: ReplicaClient, url: str) -> str | None:
 
 def _why_lost(health: Outcome) -> str:
     if health.outcome is Result.FAILED:
-        return f"unhealthy: /health answers {health.status}"
+        return f"unhealthy: it answers {health.status} ({health.detail})"
     return f"unreachable: {health.detail}"
 
 

@@ -1,6 +1,6 @@
 """The registry: keeps what the fleet believes of its replicas in line with what they say.
 
-One step (`sweep`) looks at every replica that is not busy inside a collective and hands all
+One step (`_look`) looks at replicas that are not busy inside a collective and hands all
 observations to the pure rules of `membership.py` in one write. The endless loop around it is
 trivial on purpose.
 """
@@ -21,12 +21,15 @@ from fleet.fanout import FanOut
 from fleet.ledger import Ledger
 from fleet.membership import Observation, add_replica, adopt_versions, observe, remove_replica
 from fleet.options import FleetOptions, Placement
-from fleet.probe import glance, identify
+from fleet.probe import explain_silence, glance, identify, same_instance
 from fleet.replica import Replica
 from fleet.replica_client import ReplicaClient
 from fleet.state import FleetState
 
 log = logging.getLogger(__name__)
+
+SLICES = 10
+"""In how many parts a sweep is cut, so that probing hundreds of replicas is no burst."""
 
 
 class Registry:
@@ -69,13 +72,18 @@ class Registry:
         return found
 
     async def run(self) -> None:
-        """Sweep for ever; a store that does not answer costs one sweep."""
+        """Look at every replica once per interval, for ever, in slices that spread the work."""
         while True:
-            try:
-                await self.sweep()
-            except StoreUnavailable as error:
-                log.warning("sweep not written", extra={"error": error.message})
-            await asyncio.sleep(self._options.deadlines.probe_interval_s)
+            for part in _slices(list(self._ledger.state.replicas)):
+                await self._look_quietly(part)
+                await asyncio.sleep(self._options.deadlines.probe_interval_s / SLICES)
+
+    async def _look_quietly(self, replicas: Iterable[str]) -> None:
+        known = self._ledger.state.replicas
+        try:
+            await self._look([known[r] for r in replicas if r in known], closely=False)
+        except StoreUnavailable as error:
+            log.warning("probes not written", extra={"error": error.message})
 
     async def sweep(self) -> None:
         """Look once at every replica that is not busy inside a collective."""
@@ -105,30 +113,32 @@ class Registry:
         await self._ledger.amend(change)
 
     async def _observe(self, replica: Replica, closely: bool) -> Observation:
-        limit = self._options.deadlines.probe_s
+        limit_s = self._options.deadlines.probe_s
         try:
-            async with asyncio.timeout(limit):
-                if closely or _looks_new(replica):
-                    return await self._identify(replica)
-                return await self._glance(replica)
+            async with asyncio.timeout(limit_s):
+                seen = await self._ask(replica, closely)
         except TimeoutError:
-            return Observation(lost=f"unreachable: no answer to a probe within {limit:g} s")
-
-    async def _glance(self, replica: Replica) -> Observation:
-        seen = await glance(self._client, replica.url)
-        if seen.lost is None and seen.version != replica.version:
-            return await self._identify(replica)
-        return seen
-
-    async def _identify(self, replica: Replica) -> Observation:
-        placement = self._options.placements.get(replica.id, Placement())
-        seen = await identify(self._client, replica.url, placement)
-        if replica.wedged and seen.lost is None and not self._is_busy(replica.id):
+            return await explain_silence(self._client, replica.url, limit_s)
+        if replica.wedged and seen.lost is None and replica.id not in self._fan_out.in_flight():
             return msgspec.structs.replace(seen, unwedged=True)
         return seen
 
-    def _is_busy(self, replica: str) -> bool:
-        return replica in self._fan_out.in_flight()
+    async def _ask(self, replica: Replica, closely: bool) -> Observation:
+        client, url = self._client, replica.url
+        if closely and replica.instance and not _looks_new(replica):
+            if await same_instance(client, url, replica.instance):
+                return Observation()
+        elif not closely and not _looks_new(replica):
+            seen = await glance(client, url)
+            if seen.lost is not None or seen.version == replica.version:
+                return seen
+        placement = self._options.placements.get(replica.id, Placement())
+        return await identify(client, url, placement)
+
+
+def _slices(replicas: list[str]) -> list[list[str]]:
+    """Cut the fleet into SLICES parts of about equal size, some of them empty if it is small."""
+    return [replicas[part::SLICES] for part in range(SLICES)]
 
 
 def _looks_new(replica: Replica) -> bool:
