@@ -1,0 +1,1 @@
+"""Benchmarks: figures as ratios of one run, since machines are noisy. See docs/benchmarks.md."""

@@ -1,0 +1,102 @@
+"""Many of the cheapest possible replicas in one process: they read a request and say ok.
+
+Raw asyncio protocols, so that the measuring machine spends its time in what is measured. They
+answer what probing asks and every control call; they hold no weights and know no phases.
+
+    python -m benchmarks.sinks COUNT      prints the ports as one JSON line, runs until killed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import sys
+
+SERVER_INFO = {
+    "vllm_config": {
+        "instance_id": "sink",
+        "parallel_config": {},
+        "weight_transfer_config": {"backend": "nccl"},
+    }
+}
+ANSWERS: dict[bytes, object] = {
+    b"/server_info": SERVER_INFO,
+    b"/get_world_size": {"world_size": 1},
+    b"/weight_info": {"weight_version": "default"},
+    b"/is_paused": {"is_paused": False},
+    b"/pause": {"status": "paused"},
+    b"/resume": {"status": "resumed"},
+}
+MEMBER_PATHS = (b"/init", b"/start", b"/update", b"/finish")
+
+
+class Sink(asyncio.Protocol):
+    """One connection to a sink."""
+
+    def __init__(self) -> None:
+        self._head = bytearray()
+        self._missing = 0
+        self._path = b""
+        self._close = False
+        self._transport: asyncio.WriteTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Count the body down without keeping it, then answer."""
+        if self._missing:
+            self._missing -= len(data)
+        else:
+            self._head += data
+            end = self._head.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            self._read_head(bytes(self._head[:end]))
+            self._missing -= len(self._head) - end - 4
+            self._head.clear()
+        if self._missing == 0:
+            self._answer()
+
+    def _read_head(self, head: bytes) -> None:
+        lines = head.split(b"\r\n")
+        method, target, _ = lines[0].split(b" ")
+        self._path = target.partition(b"?")[0]
+        is_member_call = method == b"GET" and self._path.startswith(MEMBER_PATHS)
+        self._path = b"405" if is_member_call else self._path
+        fields = {k.lower(): v.strip() for k, _, v in (line.partition(b":") for line in lines[1:])}
+        self._missing = int(fields.get(b"content-length", b"0"))
+        self._close = fields.get(b"connection", b"").lower() == b"close"
+
+    def _answer(self) -> None:
+        status = b"405 Method Not Allowed" if self._path == b"405" else b"200 OK"
+        body = json.dumps(ANSWERS.get(self._path, {"message": "ok"})).encode()
+        assert self._transport is not None
+        self._transport.write(
+            b"HTTP/1.1 " + status + b"\r\ncontent-type: application/json\r\n"
+            b"content-length: " + str(len(body)).encode() + b"\r\n\r\n" + body
+        )
+        if self._close:
+            self._transport.close()
+
+
+async def listen(count: int) -> None:
+    """Open `count` sinks on free ports and serve until killed."""
+    loop = asyncio.get_running_loop()
+    servers = [await loop.create_server(Sink, "127.0.0.1", 0, backlog=64) for _ in range(count)]
+    print(json.dumps([server.sockets[0].getsockname()[1] for server in servers]), flush=True)
+    await asyncio.Event().wait()
+
+
+def raise_file_limit() -> None:
+    """Take as many file descriptors as the system allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    raise_file_limit()
+    asyncio.run(listen(int(sys.argv[1])))
