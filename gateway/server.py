@@ -28,6 +28,7 @@ def uvicorn_config(app: Application, settings: Settings) -> uvicorn.Config:
         log_config=None,
         date_header=False,
         server_header=False,
+        proxy_headers=False,
     )
 
 
