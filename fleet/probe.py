@@ -59,7 +59,7 @@ class _Transfer(msgspec.Struct, frozen=True):
 class _Config(msgspec.Struct, frozen=True):
     instance_id: str | None = None
     parallel_config: _Parallel | None = None
-    weight_transfer_config: _Transfer | None = None
+    weight_transfer_config: _Transfer | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class _ServerInfo(msgspec.Struct, frozen=True):
@@ -95,7 +95,7 @@ async def explain_silence(client: ReplicaClient, url: str, limit_s: float) -> Ob
 
 async def same_instance(client: ReplicaClient, url: str, instance: str) -> bool:
     """Whether the server is the same boot as before, in one request."""
-    info, _ = _server_info(await client.read(url, SERVER_INFO))
+    info = _server_info(await client.read(url, SERVER_INFO))
     return info.instance_id == instance
 
 
@@ -104,14 +104,15 @@ async def identify(client: ReplicaClient, url: str, placement: Placement) -> Obs
     health = await client.call(url, Call("GET", "/health"))
     if not health.ok:
         return Observation(lost=_why_lost(health))
-    info, configured = _server_info(await client.read(url, SERVER_INFO))
+    info = _server_info(await client.read(url, SERVER_INFO))
+    transfer = info.weight_transfer_config
     size = _field(await client.call(url, Call("GET", "/get_world_size")), "world_size")
     version = await client.call(url, Call("GET", "/weight_info"))
     paused = await client.call(url, Call("GET", "/is_paused"))
     return Observation(
-        refusal=await _refusal(client, url, info, configured=configured),
+        refusal=await _refusal(client, url, info, is_paused_known=paused.ok),
         topology=topology_of(info.parallel_config or _Parallel(), size, placement),
-        backend=info.weight_transfer_config.backend if info.weight_transfer_config else None,
+        backend=transfer.backend if isinstance(transfer, _Transfer) else None,
         instance=info.instance_id or await _start_time(client, url),
         version=_field(version, "weight_version"),
         paused=_field(paused, "is_paused"),
@@ -148,30 +149,45 @@ def topology_of(parallel: _Parallel, size: int | None, placement: Placement) -> 
 
 
 async def _refusal(
-    client: ReplicaClient, url: str, info: _Config, *, configured: bool
+    client: ReplicaClient, url: str, info: _Config, *, is_paused_known: bool
 ) -> str | None:
     """Return why this server can never be a member as it was started, or None."""
-    for path in MEMBER_ENDPOINTS:
-        outcome = await client.call(url, Call("GET", path))
-        if outcome.status == 404:
-            return (
-                f"lacks POST {path}; start vLLM 0.21 or newer with VLLM_SERVER_DEV_MODE=1 "
-                "to make it a member"
-            )
-    if configured and info.weight_transfer_config is None:
+    missing = await _missing_endpoint(client, url, is_paused_known=is_paused_known)
+    if missing is not None:
+        return (
+            f"lacks POST {missing}; start vLLM 0.21 or newer with VLLM_SERVER_DEV_MODE=1 "
+            "to make it a member"
+        )
+    if info.weight_transfer_config is None:
         return "was started without --weight-transfer-config, so it cannot receive weights"
     return None
 
 
-def _server_info(body: bytes) -> tuple[_Config, bool]:
-    """Return the server's configuration, and whether it told us one at all.
+async def _missing_endpoint(
+    client: ReplicaClient, url: str, *, is_paused_known: bool
+) -> str | None:
+    """Return the first endpoint that a member needs and this server lacks.
 
-    Only the fields named above are decoded; the rest of these some 30 KB is skipped.
+    A server that answers 404 even to GET on /v1/completions, which it has, does not tell a wrong
+    method from an unknown path; then an answer to /is_paused speaks for the rest.
+    """
+    for path in MEMBER_ENDPOINTS:
+        outcome = await client.call(url, Call("GET", path))
+        if outcome.status == 404:
+            told = await client.call(url, Call("GET", "/v1/completions"))
+            return None if told.status == 404 and is_paused_known else path
+    return None
+
+
+def _server_info(body: bytes) -> _Config:
+    """Return the server's configuration as far as it tells one.
+
+    Only the fields named above are decoded; the rest of these some 25 KB is skipped.
     """
     try:
-        return msgspec.json.decode(body, type=_ServerInfo).vllm_config, True
+        return msgspec.json.decode(body, type=_ServerInfo).vllm_config
     except msgspec.MsgspecError:
-        return _Config(), False
+        return _Config()
 
 
 async def _start_time(client: ReplicaClient, url: str) -> str | None:
