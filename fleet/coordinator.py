@@ -83,7 +83,9 @@ class Coordinator:
         """
         self._require(InitRequested, "init")
         wire.base_of(wire.family_of(None, body.init_info), body.init_info)
-        await self._registry.verify(self._ledger.state.replicas)
+        await self._registry.verify(
+            r.id for r in self._ledger.state.replicas.values() if not r.lost
+        )
         group, family = self._plan(body.init_info, by)
         slots = {slot.replica: slot for slot in group.layout.slots}
 

@@ -78,12 +78,18 @@ class Registry:
                 await self._look_quietly(part)
                 await asyncio.sleep(self._options.deadlines.probe_interval_s / SLICES)
 
-    async def _look_quietly(self, replicas: Iterable[str]) -> None:
+    async def suspect(self, replica: str) -> None:
+        """Look at a replica that has just broken a connection; never raises."""
+        await self._look_quietly([replica], closely=True)
+
+    async def _look_quietly(self, replicas: Iterable[str], *, closely: bool = False) -> None:
         known = self._ledger.state.replicas
         try:
-            await self._look([known[r] for r in replicas if r in known], closely=False)
+            await self._look([known[r] for r in replicas if r in known], closely=closely)
         except StoreUnavailable as error:
             log.warning("probes not written", extra={"error": error.message})
+        except Exception:  # a bug in probing must not end the gateway that carries the rollouts
+            log.exception("bug in probing")
 
     async def sweep(self) -> None:
         """Look once at every replica that is not busy inside a collective."""

@@ -16,12 +16,13 @@ from fastapi import Request, Response
 from fleet.errors import FleetError
 from fleet.ledger import Ledger
 from fleet.membership import membership
+from fleet.state import FleetState
 from gateway.asgi import ClientGone, header, read_body
 from gateway.auth import Right, authorise
 from gateway.errors import status_of
 from gateway.metrics import Metrics
 from gateway.settings_model import Settings
-from gateway.single_flight import SingleFlight, name_of
+from gateway.single_flight import ControlCall, SingleFlight
 
 T = TypeVar("T")
 Parse = Callable[[bytearray], T]
@@ -48,11 +49,17 @@ class Desk:
         *,
         right: Right = Right.TRAINER,
         limit: int | None = None,
+        of_update: bool = False,
     ) -> Response:
-        """Read, check and carry out one control call; `act` returns JSON or a Response."""
+        """Read, check and carry out one control call; `act` returns JSON or a Response.
+
+        `of_update` marks the calls of a weight update, whose lost answers are replayed.
+        """
         started = perf_counter()
         try:
-            response = await self._serve(request, parse, act, right, limit)
+            value, body = await self._read(request, parse, right, limit)
+            answer = await self._carry_out(request, body, lambda: act(value), of_update)
+            response = self._answer(answer)
         except FleetError as error:
             self._count(request, status_of(error), started)
             raise
@@ -61,19 +68,19 @@ class Desk:
         self._count(request, response.status_code, started)
         return response
 
-    async def _serve(
-        self,
-        request: Request,
-        parse: Parse[T],
-        act: Callable[[T], Awaitable[Any]],
-        right: Right,
-        limit: int | None,
-    ) -> Response:
-        value, body = await self._read(request, parse, right, limit)
-        name = name_of(request.url.path, request.scope["query_string"], body)
-        key = request.headers.get("idempotency-key")
-        answer = await self._flights.run(name, key, lambda: act(value), request.receive)
-        return self._answer(answer)
+    async def _carry_out(
+        self, request: Request, body: bytearray, work: Callable[[], Awaitable[Any]], of_update: bool
+    ) -> Any:
+        if request.method == "GET":
+            return await work()
+        call = ControlCall(
+            path=request.url.path,
+            query=request.scope["query_string"],
+            body=body,
+            idempotency_key=request.headers.get("idempotency-key"),
+            of_update=of_update,
+        )
+        return await self._flights.run(call, work, request.receive)
 
     async def _read(
         self, request: Request, parse: Parse[T], right: Right, limit: int | None
@@ -110,6 +117,19 @@ class Desk:
     def _count(self, request: Request, status: int, started: float) -> None:
         path = request.scope["route"].path
         self._metrics.control_s.labels(path, status).observe(perf_counter() - started)
+
+
+def position_of(state: FleetState) -> object:
+    """Return what every control call that changes anything changes a part of."""
+    current = state.round
+    return (
+        state.generation,
+        state.phase,
+        (current.id, current.updates) if current else None,
+        (state.commit_index, state.weight_version),
+        state.pause,
+        [(r.id, r.sleep) for r in state.replicas.values()],
+    )
 
 
 def caller_of(request: Request) -> str:

@@ -1,9 +1,11 @@
 """A retry of a control call is not a second call.
 
-Same path, same body, still on its way: the retry joins it. Already over, and every caller's
-connection was gone before the answer could be handed over (or the same Idempotency-Key came with
-it): the retry gets the stored answer. Otherwise an identical body is a new call: chunks may look
-alike. Nothing is ever fanned out twice for one call (a second collective would hang everyone).
+Same path, same body, still on its way: the retry joins it. Already over: the stored answer is
+replayed if the same Idempotency-Key came with both; or, for the calls of a weight update, if every
+caller's connection was gone before the answer could be handed over and no other such call has
+come since. Otherwise an identical body is a new call: chunks may look alike, and a pause may be
+asked for again after a resume. Nothing is ever fanned out twice for one call (a second collective
+would hang everyone).
 
 The work runs in the gateway's task group, so a caller that leaves does not stop it half way.
 """
@@ -14,6 +16,8 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from time import monotonic
 from typing import Any
 
@@ -24,18 +28,36 @@ STORED = 64
 """For how long, and how many, answers wait for a retry."""
 
 Work = Callable[[], Awaitable[Any]]
+Position = Callable[[], object]
+"""Where the fleet stands: equal values mean that no control call has changed anything since."""
+
+
+@dataclass(frozen=True)
+class ControlCall:
+    """What tells one control call from another; `of_update` marks the calls of a weight update."""
+
+    path: str
+    query: bytes
+    body: bytes | bytearray
+    idempotency_key: str | None = None
+    of_update: bool = False
+
+    @cached_property
+    def name(self) -> str:
+        """A name that two calls share only if they are the same call."""
+        digest = hashlib.sha256(self.body).hexdigest()
+        return f"{self.path}?{self.query.decode('latin-1')}#{digest}"
 
 
 class SingleFlight:
     """Runs control calls so that a retry meets the call that it repeats."""
 
-    def __init__(self, owner: asyncio.TaskGroup) -> None:
+    def __init__(self, owner: asyncio.TaskGroup, position: Position) -> None:
         self._owner = owner
+        self._position = position
         self._flights: dict[str, _Flight] = {}
 
-    async def run(
-        self, name: str, idempotency_key: str | None, work: Work, receive: Receive
-    ) -> Any:
+    async def run(self, call: ControlCall, work: Work, receive: Receive) -> Any:
         """Return what `work` returns or raise what it raises, once per call.
 
         Raises ClientGone when this caller left before the answer was there; the work goes on.
@@ -43,10 +65,15 @@ class SingleFlight:
         self._forget_old()
         flight = self._flights.get(name)
         if flight is None or not flight.answers(idempotency_key):
-            flight = _Flight(idempotency_key)
+            flight = _Flight(idempotency_key, self._position)
             self._flights[name] = flight
             self._owner.create_task(flight.fly(work), name=f"control {name[:40]}")
         return await flight.wait(receive)
+
+    def _forget_undelivered(self) -> None:
+        """The trainer has gone on, so an answer that it never got is of no use to anyone."""
+        for flight in self._flights.values():
+            flight.replayable = False
 
     def _forget_old(self) -> None:
         oldest = monotonic() - STORED_S
@@ -59,18 +86,18 @@ class SingleFlight:
 class _Flight:
     """One call on its way, and those who wait for it."""
 
-    def __init__(self, idempotency_key: str | None) -> None:
-        self._key = idempotency_key
+    def __init__(self, call: ControlCall) -> None:
+        self._call = call
         self._landed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._delivered = False
+        self.replayable = call.of_update
         self.ended_at: float | None = None
 
-    def answers(self, idempotency_key: str | None) -> bool:
+    def answers(self, call: ControlCall) -> bool:
         """Whether a call that looks the same is a retry of this one."""
         if not self._landed.done():
             return True
-        same_key = idempotency_key is not None and idempotency_key == self._key
-        return same_key or not self._delivered
+        key = call.idempotency_key
+        return self.replayable or (key is not None and key == self._call.idempotency_key)
 
     async def fly(self, work: Work) -> None:
         """Do the work; its errors belong to those who wait, not to the gateway's task group."""
@@ -85,6 +112,7 @@ class _Flight:
         else:
             self._landed.set_result(result)
         finally:
+            self._landed_at = self._position()
             self.ended_at = monotonic()
 
     async def wait(self, receive: Receive) -> Any:
@@ -94,14 +122,9 @@ class _Flight:
             await asyncio.wait((self._landed, leaving), return_when=asyncio.FIRST_COMPLETED)
             if leaving.done():
                 raise ClientGone
-            self._delivered = True
+            self.replayable = False
             return self._landed.result()
         finally:
             leaving.cancel()
             with suppress(asyncio.CancelledError):
                 await leaving
-
-
-def name_of(path: str, query: bytes, body: bytes | bytearray) -> str:
-    """Return a name that two calls share only if they are the same call."""
-    return f"{path}?{query.decode('latin-1')}#{hashlib.sha256(body).hexdigest()}"
