@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fleet.sim.errors import CallFailed, EngineDead, WorkerFailed
 from fleet.sim.generation import PrefixCache
-from fleet.sim.tasks import in_daemon_thread
+from fleet.sim.tasks import in_daemon_thread, in_passing
 from fleet.sim.weights import build_state_dict, combine_workers
 from fleet.sim.workers import SimWorker
 
@@ -68,6 +68,11 @@ class SimEngine:
         """The kind of the open update session, if any worker has one."""
         return next((w.session for w in self.workers if w.session is not None), None)
 
+    @property
+    def in_pieces(self) -> bool:
+        """Whether any worker's weights are taken apart: a step with them kills the engine."""
+        return any(worker.in_pieces for worker in self.workers)
+
     # --- weight transfer ---------------------------------------------------------------------
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
@@ -86,7 +91,7 @@ class SimEngine:
             if self.session is not None:
                 raise WorkerFailed("Cannot release a trainer connection during a weight update")
             for worker in self.workers:
-                worker.shutdown()
+                in_passing(worker.shutdown)
 
     async def start_update(self, kind: str) -> None:
         """Open a session on every worker."""
@@ -100,15 +105,13 @@ class SimEngine:
     async def update(self, info: Any) -> None:
         """Receive one chunk on every worker; blocks for the transfer."""
         async with self.core():
-            try:
-                await self._collective(lambda worker: worker.update(info))
-            finally:
-                self._refresh()
+            await self._collective(lambda worker: worker.update(info))
 
     async def finish_update(self, version: str | None) -> None:
         """Close the session and take the version, if one is given."""
         async with self.core():
             self._on_workers(lambda worker: worker.finish())
+            self._refresh()
             if version is not None:
                 self.version = version
 
@@ -126,6 +129,9 @@ class SimEngine:
         """Digest of each tensor of each worker, keyed as vLLM keys them."""
         dp = self.options.data_parallel_index(self.index)
         async with self.core():
+            if self.in_pieces:
+                cause = "Cannot copy out of meta tensor; no data!"
+                raise WorkerFailed(cause, "compute_weight_checksums")
             return {
                 f"dp{dp}:pp0:pcp0:tp{tp}:{name}": digest
                 for tp, worker in enumerate(self.workers)

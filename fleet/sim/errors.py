@@ -62,11 +62,11 @@ class CallFailed(SimError):
 class WorkerFailed(CallFailed):
     """A call to the engine's workers raised."""
 
-    def __init__(self, cause: object) -> None:
+    def __init__(self, cause: object, method: str = "collective_rpc") -> None:
         super().__init__(
             f"Worker failed with error '{cause}', "
             "please check the stack trace above for the root cause",
-            "collective_rpc",
+            method,
         )
 
 

@@ -113,7 +113,7 @@ def _job(
     limit = _max_tokens(body)
     for _, tokens in prompts:
         _check_length(len(tokens), limit, engine.options.max_model_len)
-    choices = int(body.get("n") or 1)
+    choices = _choices(body)
     options = body.get("stream_options") or {}
     return Job(
         kind=kind,
@@ -152,6 +152,14 @@ def _max_tokens(body: Mapping[str, Any]) -> int:
             kind="BadRequestError",
         )
     return value
+
+
+def _choices(body: Mapping[str, Any]) -> int:
+    choices = int(body.get("n") or 1)
+    if choices > 1 and body.get("temperature") == 0:
+        message = f"n must be 1 when using greedy sampling, got {choices}."
+        raise BadRequest(message, kind="BadRequestError")
+    return choices
 
 
 def _check_length(prompt: int, limit: int, most: int) -> None:

@@ -22,6 +22,8 @@ from fleet.sim.tasks import TaskOwner
 if TYPE_CHECKING:
     from fleet.sim.options import SimOptions
 
+_LOOP_TURNS = 3  # an accepted socket becomes a connection, and an aborted one goes, a turn later
+
 
 @dataclass
 class Boot:
@@ -153,10 +155,20 @@ def _runner(server: "SimServer", keep_alive_s: float) -> web.ServerRunner:
 
 
 async def _break_connections(runner: web.ServerRunner) -> None:
+    server = runner.server
     for site in tuple(runner.sites):
         await site.stop()
-    if runner.server is not None:
-        for connection in tuple(runner.server.connections):
+    if server is not None:
+        await _abort_all(server)
+    await runner.cleanup()
+    if server is not None:
+        await _abort_all(server)
+
+
+async def _abort_all(server: web.Server[web.BaseRequest]) -> None:
+    """Abort every connection, those included that were accepted and not yet handed over."""
+    for _ in range(_LOOP_TURNS):
+        for connection in tuple(server.connections):
             if connection.transport is not None:
                 connection.transport.abort()
-    await runner.cleanup()
+        await asyncio.sleep(0)

@@ -1,8 +1,8 @@
 """Generation on a simulated engine: one `SimRequest` for each prompt and choice.
 
 A request asks the engine before every step. It waits while a pause or a collective holds it, ends
-when it was aborted, and **kills the engine** when it steps inside an update session that nothing
-paused, or arrives while the engine sleeps: both seen on real vLLM servers.
+when it was aborted, and **kills the engine** when it steps, not paused, inside an update session
+or after an update that failed (both seen on real servers), or arrives while the engine sleeps.
 
 It knows no HTTP; `rollout.py` turns its steps into answers.
 """
@@ -129,7 +129,7 @@ async def _may_step(engine: "SimEngine", running: list[SimRequest]) -> list[SimR
     if not free():
         await engine.until(free)
     engine.check_alive()
-    if wanted() and engine.session is not None:  # not paused, between start and finish
+    if wanted() and engine.in_pieces:  # not paused, between start and finish
         engine.die()
         raise EngineDead
     return wanted()

@@ -20,6 +20,7 @@ import httpx
 import torch
 
 from fleet.backends.gloo_group import GlooGroup, join_group
+from fleet.sim.tasks import in_passing
 
 
 class TrainerError(RuntimeError):
@@ -160,7 +161,7 @@ class SimTrainer:
         self._sent = None
         group, self._group = self._group, None
         if group is not None:
-            group.close()
+            in_passing(group.close)
 
 
 def describe(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:

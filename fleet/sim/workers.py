@@ -1,8 +1,10 @@
 """The workers of a simulated replica: each holds its own tensors and its own rank in the group.
 
 The session rules and error texts are those of vLLM 0.32's ``v1/worker/gpu_worker.py`` and of this
-project's gloo engine, kept per worker as there. What a worker holds after a failed update is not
-defined; here it is zeros until a full update comes, so that a test notices if it is used.
+project's gloo engine, kept per worker as there. From start to finish the weights are in pieces
+(vLLM's layerwise reload): they can be neither digested nor computed with. A failed update closes
+the session and leaves them so until the next finish, which puts together what is there, tensors
+that arrived before the failure included.
 
 All calls block and belong in a thread. With another backend than gloo a worker moves no data: it
 accepts any init and update as if the collective had completed at once.
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 from fleet.backends.gloo_group import GlooGroup, join_group
+from fleet.sim.tasks import in_passing
 from fleet.sim.weights import StateDict, combine_digests, load_tensor, tensor_digests
 
 Metadata = Mapping[str, Any]
@@ -32,6 +35,7 @@ class SimWorker:
         self.rank = rank
         self.digests = tensor_digests(state)
         self.session: str | None = None
+        self.in_pieces = False
         self._moves_data = moves_data
         self._timeout_s = timeout_s
         self._group: GlooGroup | None = None
@@ -72,6 +76,7 @@ class SimWorker:
                 "Call finish_weight_update first."
             )
         self.session = kind
+        self.in_pieces = True
 
     def update(self, info: Metadata | list[Metadata]) -> None:
         """Receive one chunk; a failure closes the session, as in vLLM."""
@@ -80,8 +85,6 @@ class SimWorker:
         try:
             self._receive(self.session, info[self.rank] if isinstance(info, list) else info)
         except BaseException:
-            if self.session == "model":
-                self.zero()
             self.session = None
             self.shutdown()
             raise
@@ -93,6 +96,8 @@ class SimWorker:
                 "finish_weight_update called without a matching start_weight_update."
             )
         self.session = None
+        self.in_pieces = False
+        self.digests = tensor_digests(self.state)
 
     def zero(self) -> None:
         """Set every tensor to zero (weight_checker's reset, and what sleep level 2 leaves)."""
@@ -109,7 +114,7 @@ class SimWorker:
     def kill(self) -> None:
         """Leave at once, from any thread: a join is cancelled, a broadcast ends for all ranks."""
         self._killed.set()
-        self.shutdown()
+        in_passing(self.shutdown)
 
     def _receive(self, kind: str, info: Metadata) -> None:
         if not self._moves_data:
@@ -123,8 +128,6 @@ class SimWorker:
             group.broadcast(tensor, src=0)
             if kind == "model":  # no answer here depends on a draft model
                 load_tensor(self.state, name, tensor)
-        if kind == "model":
-            self.digests |= tensor_digests({name: self.state[name] for name in metadata["names"]})
 
     def _complete(self, kind: str, info: Metadata) -> Metadata:
         """Names, dtypes and shapes of this chunk; all empty stands for the previous update's."""

@@ -14,7 +14,8 @@ T = TypeVar("T")
 ANSWER_S = 30.0
 # After some 500s vLLM closes the connection without saying so: reuse would meet a reset.
 NO_REUSE = httpx.Limits(max_keepalive_connections=0)
-BALLAST, BALLAST_TOKENS = 48, 220
+BALLAST = {"n": 48, "temperature": 1.0}
+BALLAST_TOKENS = 220
 SOME_ROUND_TRIPS = 25  # long enough for several tokens, without a sleep
 
 
@@ -99,7 +100,7 @@ class Server:
         Beside it runs a ballast of other requests, without which a real server is done with a
         tiny model's tokens before anything can happen to them.
         """
-        ballast = self.in_background(lambda: self.complete(prompt, BALLAST_TOKENS, n=BALLAST))
+        ballast = self.in_background(lambda: self.complete(prompt, BALLAST_TOKENS, **BALLAST))
         stream = Stream()
         body = self.completion_body(prompt, max_tokens, stream=True, return_token_ids=True)
         done = self.in_background(lambda: self._read(stream, "/v1/completions", body, rid))

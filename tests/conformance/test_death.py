@@ -17,6 +17,16 @@ def test_request_between_start_and_finish_kills_the_engine(disposable: Server) -
     assert _refuses_and_goes(disposable)
 
 
+def test_request_after_a_failed_update_kills_the_engine(disposable: Server) -> None:
+    """The session is closed by then, and the weights are in pieces all the same."""
+    disposable.ok("/start_weight_update")
+    empty = {"update_info": {"names": [], "dtype_names": [], "shapes": []}}
+    error_of(disposable.post("/update_weights", empty), 500)
+    reply = disposable.post("/v1/completions", disposable.completion_body("hello", 4))
+    assert "EngineCore encountered an issue" in error_of(reply, 500)
+    assert _refuses_and_goes(disposable)
+
+
 def _refuses_and_goes(server: Server) -> bool:
     deadline = time.monotonic() + GONE_S
     while time.monotonic() < deadline:
