@@ -16,7 +16,6 @@ from fastapi import Request, Response
 from fleet.errors import FleetError
 from fleet.ledger import Ledger
 from fleet.membership import membership
-from fleet.state import FleetState
 from gateway.asgi import ClientGone, header, read_body
 from gateway.auth import Right, authorise
 from gateway.errors import status_of
@@ -49,16 +48,12 @@ class Desk:
         *,
         right: Right = Right.TRAINER,
         limit: int | None = None,
-        of_update: bool = False,
     ) -> Response:
-        """Read, check and carry out one control call; `act` returns JSON or a Response.
-
-        `of_update` marks the calls of a weight update, whose lost answers are replayed.
-        """
+        """Read, check and carry out one control call; `act` returns JSON or a Response."""
         started = perf_counter()
         try:
             value, body = await self._read(request, parse, right, limit)
-            answer = await self._carry_out(request, body, lambda: act(value), of_update)
+            answer = await self._carry_out(request, body, lambda: act(value))
             response = self._answer(answer)
         except FleetError as error:
             self._count(request, status_of(error), started)
@@ -69,7 +64,7 @@ class Desk:
         return response
 
     async def _carry_out(
-        self, request: Request, body: bytearray, work: Callable[[], Awaitable[Any]], of_update: bool
+        self, request: Request, body: bytearray, work: Callable[[], Awaitable[Any]]
     ) -> Any:
         if request.method == "GET":
             return await work()
@@ -78,7 +73,6 @@ class Desk:
             query=request.scope["query_string"],
             body=body,
             idempotency_key=request.headers.get("idempotency-key"),
-            of_update=of_update,
         )
         return await self._flights.run(call, work, request.receive)
 
@@ -117,19 +111,6 @@ class Desk:
     def _count(self, request: Request, status: int, started: float) -> None:
         path = request.scope["route"].path
         self._metrics.control_s.labels(path, status).observe(perf_counter() - started)
-
-
-def position_of(state: FleetState) -> object:
-    """Return what every control call that changes anything changes a part of."""
-    current = state.round
-    return (
-        state.generation,
-        state.phase,
-        (current.id, current.updates) if current else None,
-        (state.commit_index, state.weight_version),
-        state.pause,
-        [(r.id, r.sleep) for r in state.replicas.values()],
-    )
 
 
 def caller_of(request: Request) -> str:

@@ -1,11 +1,10 @@
 """A retry of a control call is not a second call.
 
 Same path, same body, still on its way: the retry joins it. Already over: the stored answer is
-replayed if the same Idempotency-Key came with both; or, for the calls of a weight update, if every
-caller's connection was gone before the answer could be handed over and no other such call has
-come since. Otherwise an identical body is a new call: chunks may look alike, and a pause may be
-asked for again after a resume. Nothing is ever fanned out twice for one call (a second collective
-would hang everyone).
+replayed if the same Idempotency-Key came with both; or if every caller's connection was gone before
+the answer could be handed over, and the fleet still stands where the call left it. Otherwise an
+identical body is a new call: chunks may look alike, and a pause may be asked for again after a
+resume. Nothing is ever fanned out twice for one call (a second collective would hang everyone).
 
 The work runs in the gateway's task group, so a caller that leaves does not stop it half way.
 """
@@ -34,13 +33,12 @@ Position = Callable[[], object]
 
 @dataclass(frozen=True)
 class ControlCall:
-    """What tells one control call from another; `of_update` marks the calls of a weight update."""
+    """What tells one control call from another."""
 
     path: str
     query: bytes
     body: bytes | bytearray
     idempotency_key: str | None = None
-    of_update: bool = False
 
     @cached_property
     def name(self) -> str:
@@ -63,17 +61,12 @@ class SingleFlight:
         Raises ClientGone when this caller left before the answer was there; the work goes on.
         """
         self._forget_old()
-        flight = self._flights.get(name)
-        if flight is None or not flight.answers(idempotency_key):
-            flight = _Flight(idempotency_key, self._position)
-            self._flights[name] = flight
-            self._owner.create_task(flight.fly(work), name=f"control {name[:40]}")
+        flight = self._flights.get(call.name)
+        if flight is None or not flight.answers(call):
+            flight = _Flight(call, self._position)
+            self._flights[call.name] = flight
+            self._owner.create_task(flight.fly(work), name=f"control {call.path}")
         return await flight.wait(receive)
-
-    def _forget_undelivered(self) -> None:
-        """The trainer has gone on, so an answer that it never got is of no use to anyone."""
-        for flight in self._flights.values():
-            flight.replayable = False
 
     def _forget_old(self) -> None:
         oldest = monotonic() - STORED_S
@@ -86,10 +79,12 @@ class SingleFlight:
 class _Flight:
     """One call on its way, and those who wait for it."""
 
-    def __init__(self, call: ControlCall) -> None:
+    def __init__(self, call: ControlCall, position: Position) -> None:
         self._call = call
+        self._position = position
         self._landed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.replayable = call.of_update
+        self._landed_at: object = None
+        self._delivered = False
         self.ended_at: float | None = None
 
     def answers(self, call: ControlCall) -> bool:
@@ -97,7 +92,8 @@ class _Flight:
         if not self._landed.done():
             return True
         key = call.idempotency_key
-        return self.replayable or (key is not None and key == self._call.idempotency_key)
+        same_key = key is not None and key == self._call.idempotency_key
+        return same_key or not (self._delivered or self._landed_at != self._position())
 
     async def fly(self, work: Work) -> None:
         """Do the work; its errors belong to those who wait, not to the gateway's task group."""
@@ -122,7 +118,7 @@ class _Flight:
             await asyncio.wait((self._landed, leaving), return_when=asyncio.FIRST_COMPLETED)
             if leaving.done():
                 raise ClientGone
-            self.replayable = False
+            self._delivered = True
             return self._landed.result()
         finally:
             leaving.cancel()

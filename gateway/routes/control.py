@@ -96,9 +96,7 @@ async def init_weight_transfer_engine(request: Request) -> Response:
         message = "Weight transfer initialized"
         return {"message": message, "generation": generation, **told(outcomes)}
 
-    return await gateway.desk.serve(
-        request, lambda b: decode(b, InitBody, "init"), act, of_update=True
-    )
+    return await gateway.desk.serve(request, lambda b: decode(b, InitBody, "init"), act)
 
 
 @router.post("/shutdown_weight_transfer_engine")
@@ -134,7 +132,7 @@ async def _start(request: Request, *, draft: bool, message: str) -> Response:
         outcomes = await gateway.coordinator.start(caller_of(request), draft=draft)
         return {"message": message, **told(outcomes)}
 
-    return await gateway.desk.serve(request, _nothing, act, of_update=True)
+    return await gateway.desk.serve(request, _nothing, act)
 
 
 @router.post("/update_weights")
@@ -146,7 +144,7 @@ async def update_weights(request: Request) -> Response:
         return {"message": "Weights updated", **told(await gateway.coordinator.update(body))}
 
     limit = gateway.settings.limits.update_body_bytes
-    return await gateway.desk.serve(request, UpdateBody, act, limit=limit, of_update=True)
+    return await gateway.desk.serve(request, UpdateBody, act, limit=limit)
 
 
 @router.post("/finish_weight_update")
@@ -164,7 +162,7 @@ async def finish_weight_update(request: Request) -> Response:
         version = gateway.ledger.state.weight_version
         return {"message": "Weight update finished", "weight_version": version, **told(outcomes)}
 
-    return await gateway.desk.serve(request, parse, act, of_update=True)
+    return await gateway.desk.serve(request, parse, act)
 
 
 # ---- labels and numbers ------------------------------------------------------------------------
