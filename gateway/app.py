@@ -30,7 +30,7 @@ from fleet.replica_client import ReplicaClient, open_client
 from fleet.store import Store, open_store
 from gateway.asgi import Receive, Scope, Send
 from gateway.context import Gateway
-from gateway.desk import Desk
+from gateway.desk import Desk, position_of
 from gateway.errors import body_of, headers_of, shape, status_of
 from gateway.gate import RolloutGate
 from gateway.metrics import Metrics
@@ -128,7 +128,9 @@ async def _assemble(
         gate=gate,
         client=client,
         proxy=RolloutProxy(gate, client, settings, metrics, suspect),
-        desk=Desk(settings, ledger, SingleFlight(owner), metrics),
+        desk=Desk(
+            settings, ledger, SingleFlight(owner, lambda: position_of(ledger.state)), metrics
+        ),
         metrics=metrics,
     )
 

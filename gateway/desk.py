@@ -16,6 +16,7 @@ from fastapi import Request, Response
 from fleet.errors import FleetError
 from fleet.ledger import Ledger
 from fleet.membership import membership
+from fleet.state import FleetState
 from gateway.asgi import ClientGone, header, read_body
 from gateway.auth import Right, authorise
 from gateway.errors import status_of
@@ -111,6 +112,19 @@ class Desk:
     def _count(self, request: Request, status: int, started: float) -> None:
         path = request.scope["route"].path
         self._metrics.control_s.labels(path, status).observe(perf_counter() - started)
+
+
+def position_of(state: FleetState) -> object:
+    """Return what every control call that changes anything changes a part of."""
+    current = state.round
+    return (
+        state.generation,
+        state.phase,
+        (current.id, current.updates) if current else None,
+        (state.commit_index, state.weight_version),
+        state.pause,
+        [(r.id, r.sleep) for r in state.replicas.values()],
+    )
 
 
 def caller_of(request: Request) -> str:
