@@ -41,13 +41,13 @@ def test_the_installed_distribution_announces_gloo_to_vllm() -> None:
 def test_two_rounds_of_the_stock_trainer_move_the_server_to_exactly_its_weights(
     real_server: RealServer,
 ) -> None:
-    """The second round ships no metadata; after each, tokens equal those of transformers."""
+    """The second round ships no metadata; after each, tokens are those of transformers."""
     with joined_trainer(real_server.url, world_size=2) as trainer:
         sent = spy_on_updates(trainer.engine.client)
         for seed in (11, 12):
             trainer.send(seed)
             for prompt in PROMPTS:
-                assert real_server.greedy(prompt, 16) == trainer.expected(prompt, 16)
+                assert trainer.explains(prompt, real_server.greedy(prompt, 16))
     assert len(sent[0]["names"]) > 0
     assert sent[1] == EMPTY
 
@@ -71,7 +71,7 @@ def test_a_new_trainer_takes_over_from_one_that_never_said_goodbye(
         old.send(31)
         with joined_trainer(real_server.url, world_size=2) as new:
             new.send(32)
-            assert real_server.greedy(PROMPTS[0], 16) == new.expected(PROMPTS[0], 16)
+            assert new.explains(PROMPTS[0], real_server.greedy(PROMPTS[0], 16))
 
 
 def test_an_update_without_metadata_is_refused_by_a_worker_that_never_had_any(
@@ -104,7 +104,7 @@ def test_a_refused_update_ends_the_broadcast_with_that_refusal(real_server: Real
     assert time.monotonic() - began < 10
     with joined_trainer(real_server.url, world_size=2) as trainer:
         trainer.send(42)
-        assert real_server.greedy(PROMPTS[1], 16) == trainer.expected(PROMPTS[1], 16)
+        assert trainer.explains(PROMPTS[1], real_server.greedy(PROMPTS[1], 16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])

@@ -3,12 +3,13 @@
 Why: a real vLLM server needs a model directory, and nothing may be downloaded for a test. The
 model is 2 layers of 64, loads in seconds and answers noise, but the same noise each time.
 
-`weights(seed)` makes another set of weights of the same model, so that a sync has something to
-move; `greedy_tokens` is what `transformers` says the answer must then be.
+Another seed makes other weights of the same model, so that a sync has something to move;
+`made_by` tells from an answer whether given weights made it.
 
 Run as a script it builds a directory: ``python tiny_model.py DIR [SEED]``.
 """
 
+import copy
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB_SIZE = 512
 MAX_POSITIONS = 512
+_TIE = 0.5
 _CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}<|assistant|>"
 )
@@ -62,18 +64,22 @@ def save_model(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def greedy_tokens(model: Qwen3ForCausalLM, prompt_ids: list[int], count: int) -> list[int]:
-    """The `count` tokens that greedy decoding appends to `prompt_ids`, ignoring end of text."""
-    ids = torch.tensor([prompt_ids])
+def made_by(model: Qwen3ForCausalLM, prompt_ids: list[int], tokens: list[int]) -> bool:
+    """Whether `tokens` are what `model`, run by `transformers`, appends greedily to `prompt_ids`.
+
+    Each token must have the best logit or tie with it: in bf16 two implementations prefer another
+    of two equals now and then. Measured over 72 prompts: at most 0.06 below the best with the
+    right weights, at least 9.4 somewhere with wrong ones.
+    """
+    exact = copy.deepcopy(model).float()
     with torch.inference_mode():
-        for _ in range(count):
-            following = model(ids).logits[0, -1].argmax()
-            ids = torch.cat([ids, following.view(1, 1)], dim=1)
-    return ids[0, len(prompt_ids) :].tolist()
+        logits = exact(torch.tensor([prompt_ids + tokens])).logits[0, len(prompt_ids) - 1 : -1]
+    chosen = logits[torch.arange(len(tokens)), torch.tensor(tokens)]
+    return bool((logits.max(dim=-1).values - chosen).max() < _TIE)
 
 
 def _spread(model: Qwen3ForCausalLM) -> None:
-    """Widen the weights, so that the best token leads clearly and bf16 rounding decides nothing."""
+    """Widen the weights, so that the best token leads clearly."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

@@ -1,7 +1,7 @@
 """A trainer as vLLM's documentation writes it, around the tiny model.
 
 What it is for: to send known weights through the stock client and factory, to one server or to
-a gateway, and to say which tokens the servers must then produce. It knows nothing of gateways.
+a gateway, and to say whether those weights made an answer. It knows nothing of gateways.
 """
 
 from collections.abc import Generator
@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 
 from fleet.backends.gloo import GlooTrainerInitInfo
 from tests.e2e.real_vllm import free_port
-from tests.e2e.tiny_model import build_model, greedy_tokens
+from tests.e2e.tiny_model import build_model, made_by
 
 
 class TinyTrainer:
@@ -44,9 +44,9 @@ class TinyTrainer:
                 mine.copy_(new)
         self.engine.send_weights()
 
-    def expected(self, prompt_ids: list[int], count: int) -> list[int]:
-        """What `transformers` decodes greedily with the weights now in `model`."""
-        return greedy_tokens(self.model, prompt_ids, count)
+    def explains(self, prompt_ids: list[int], tokens: list[int]) -> bool:
+        """Whether `tokens` is what the weights now in `model` append greedily to `prompt_ids`."""
+        return made_by(self.model, prompt_ids, tokens)
 
 
 @contextmanager
