@@ -165,7 +165,7 @@ async def _break_connections(runner: web.ServerRunner) -> None:
         await _abort_all(server)
 
 
-async def _abort_all(server: "web.Server[web.BaseRequest]") -> None:
+async def _abort_all(server: web.Server) -> None:
     """Abort every connection, those included that were accepted and not yet handed over."""
     for _ in range(_LOOP_TURNS):
         for connection in tuple(server.connections):
