@@ -33,6 +33,7 @@ class Boot:
     engine: SimEngine
     owner: TaskOwner
     runner: web.ServerRunner
+    listener: asyncio.Server | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -48,6 +49,7 @@ class SimReplica:
         self._owner = owner  # outlives boots: deaths and restarts run here
         self._boot: Boot | None = None
         self._boots = 0
+        self._dying = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"<SimReplica {self.index} {self.url} {'up' if self.alive else 'down'}>"
@@ -87,8 +89,9 @@ class SimReplica:
 
     async def start(self) -> None:
         """Boot and listen; returns when connections are accepted."""
-        if self._boot is not None:
-            raise RuntimeError(f"{self!r} is up already")
+        async with self._dying:  # the port is free only then
+            if self._boot is not None:
+                raise RuntimeError(f"{self!r} is up already")
         self._boots += 1
         engine = SimEngine(self.options, self.index)
         owner = TaskOwner(f"sim replica {self.index} boot {self._boots}")
@@ -98,20 +101,16 @@ class SimReplica:
         await runner.setup()
         boot = Boot(self._boots, engine, owner, runner)
         engine.on_death = lambda: self._owner.spawn(self._exit(boot), f"exit {self.index}")
-        await web.TCPSite(runner, self.options.host, self.port).start()
-        self.port = runner.addresses[0][1]
+        boot.listener = await _listen(runner, self.options.host, self.port)
+        self.port = boot.listener.sockets[0].getsockname()[1]
         self._boot = boot
 
     async def die(self) -> None:
-        """Be gone at once, as after SIGKILL; idempotent."""
+        """Be gone at once, as after SIGKILL; idempotent, and over only when all is closed."""
         boot, self._boot = self._boot, None
-        if boot is None:
-            return
-        boot.over.set()
-        boot.engine.on_death = lambda: None
-        boot.engine.die()
-        await _break_connections(boot.runner)
-        await boot.owner.close()
+        async with self._dying:  # a second caller waits for the first one's work
+            if boot is not None:
+                await _end(boot)
 
     async def restart(self, after_s: float = 0.0) -> None:
         """Die, and boot again on the same port after `after_s` seconds."""
@@ -144,6 +143,16 @@ class SimReplica:
             await self.die()
 
 
+async def _end(boot: Boot) -> None:
+    boot.over.set()
+    boot.engine.on_death = lambda: None
+    boot.engine.die()
+    if boot.listener is not None:
+        await _stop_listening(boot.listener)
+    await _break_connections(boot.runner)
+    await boot.owner.close()
+
+
 def _runner(server: "SimServer", keep_alive_s: float) -> web.ServerRunner:
     low_level = web.Server(
         server.handle,
@@ -154,10 +163,29 @@ def _runner(server: "SimServer", keep_alive_s: float) -> web.ServerRunner:
     return web.ServerRunner(low_level, shutdown_timeout=0.1)
 
 
+async def _listen(runner: web.ServerRunner, host: str, port: int) -> asyncio.Server:
+    if runner.server is None:
+        raise RuntimeError("the runner is not set up")
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(runner.server, host, port, backlog=1024, reuse_address=True)
+
+
+async def _stop_listening(listener: asyncio.Server) -> None:
+    """Accept no more, see accepted sockets become connections, then close.
+
+    Closing at once would drop a socket that was accepted in this very turn of the loop: asyncio
+    forgets it unclosed, and its client hangs.
+    """
+    loop = asyncio.get_running_loop()
+    for listening in listener.sockets:
+        loop.remove_reader(listening.fileno())
+    for _ in range(_LOOP_TURNS):
+        await asyncio.sleep(0)
+    listener.close()
+
+
 async def _break_connections(runner: web.ServerRunner) -> None:
     server = runner.server
-    for site in tuple(runner.sites):
-        await site.stop()
     if server is not None:
         await _abort_all(server)
     await runner.cleanup()
