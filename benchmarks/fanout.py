@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ class Row:
 
 
 @contextmanager
-def sinks(count: int) -> Iterator[list[str]]:
+def sinks(count: int) -> Generator[list[str]]:
     """Run that many sinks in a process of their own; yields their URLs."""
     command = [sys.executable, "-m", "benchmarks.sinks", str(count)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -75,7 +75,7 @@ def sinks(count: int) -> Iterator[list[str]]:
 
 
 @contextmanager
-def gateway(urls: list[str], store: str) -> Iterator[tuple[str, int]]:
+def gateway(urls: list[str], store: str) -> Generator[tuple[str, int]]:
     """Run the gateway as users do; yields its URL and process id."""
     port = _free_port()
     environment = {
@@ -97,7 +97,7 @@ def gateway(urls: list[str], store: str) -> Iterator[tuple[str, int]]:
 
 
 @contextmanager
-def redis_store() -> Iterator[str | None]:
+def redis_store() -> Generator[str | None]:
     """Run a Redis server for the time of the benchmark, if there is one to run."""
     server = shutil.which("redis-server")
     if server is None:
@@ -212,7 +212,7 @@ def _free_port() -> int:
 
 def main() -> None:
     """Run the benchmark and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=15)
     asked = parser.parse_args()
