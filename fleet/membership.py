@@ -15,7 +15,7 @@ from fleet.errors import MembershipChanged
 from fleet.layout import Layout, count_workers, lay_out
 from fleet.outcome import Outcome, Result
 from fleet.replica import Replica, Topology, why_left_out
-from fleet.state import UNSET_VERSION, FleetState, Group
+from fleet.state import ROUND_OPEN, UNSET_VERSION, FleetState, Group
 from fleet.wire import SPARSE_BACKENDS
 
 change = msgspec.structs.replace
@@ -72,6 +72,8 @@ def observe(state: FleetState, replica: str, seen: Observation, now: float) -> F
     before = state.replicas.get(replica)
     if before is None:
         return state
+    if _in_open_round(state, replica):
+        seen = change(seen, paused=None)  # it may have looked just before the round's own pause
     if seen.lost is not None:
         after = change(before, lost=before.lost or seen.lost)
     elif seen.silent is not None:
@@ -109,9 +111,14 @@ def marked(state: FleetState, replicas: Iterable[str], **facts: Any) -> FleetSta
 
 
 def relabelled(state: FleetState, replicas: Iterable[str], version: str) -> FleetState:
-    """Commit another label for the weights that these replicas hold already."""
+    """Commit another label for the committed weights, on those of these replicas that hold them.
+
+    One that restarted while its label was on the way, say, does not hold them any more.
+    """
+    known = (state.replicas[r] for r in replicas if r in state.replicas)
+    holders = [r.id for r in known if r.holds == state.commit_index and r.fence is None]
     state = state.with_commit(version)
-    return marked(state, replicas, holds=state.commit_index, version=version)
+    return marked(state, holders, holds=state.commit_index, version=version)
 
 
 def adopt_versions(state: FleetState) -> FleetState:
@@ -227,14 +234,28 @@ def _lost_members(state: FleetState) -> dict[str, str]:
     return lost
 
 
+def _in_open_round(state: FleetState, replica: str) -> bool:
+    return state.phase in ROUND_OPEN and state.group is not None and replica in state.group.members
+
+
 def _restarted(before: Replica, seen: Observation) -> bool:
     return None not in (before.instance, seen.instance) and before.instance != seen.instance
 
 
 def _reborn(before: Replica, state: FleetState) -> Replica:
-    """A restart forgets everything but the address; it brings the weights it was started with."""
+    """A restart forgets everything but the address; it brings the weights it was started with.
+
+    A call of the open round may have reached the new server, so what the round did to the old one
+    is taken to be true of the new one, until the round undoes it.
+    """
+    in_round = _in_open_round(state, before.id)
     fresh = Replica(
-        id=before.id, url=before.url, joined_at=before.joined_at, draining=before.draining
+        id=before.id,
+        url=before.url,
+        joined_at=before.joined_at,
+        draining=before.draining,
+        paused=in_round and before.paused,
+        session_open=in_round and before.session_open,
     )
     return _first_weights(fresh, state)
 

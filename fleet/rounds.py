@@ -196,6 +196,7 @@ def _start_requested(state: FleetState, event: StartRequested) -> Step:
     members = state.members()
     running = _ids(r for r in members if not r.paused and not r.sleep) if event.auto_pause else ()
     left_open = _ids(r for r in members if r.session_open)
+    state = _changed(state, running, paused=True)  # from now on, for whoever must undo it
     return state, (CloseSessions(targets=left_open, wait=True), SendPause(targets=running))
 
 
@@ -208,22 +209,26 @@ def _pause_arrived(state: FleetState, event: PauseArrived) -> Step:
 
 
 def _pause_failed(state: FleetState, event: PauseFailed) -> Step:
+    """Take the pause back everywhere: who failed may have paused all the same."""
     state = _recorded(state, Phase.PAUSING, event)
-    resume = () if state.pause else _perhaps_done(event)
-    return state, (SendUndo(resume=resume),)
+    asked = tuple(r for r in _to_resume(state) if r in event.outcomes)
+    return state, (SendUndo(resume=asked),)
 
 
 def _start_arrived(state: FleetState, event: StartArrived) -> Step:
+    """A member that was seen to restart just before its start has a session all the same."""
+    state = _changed(state, event.outcomes, session_open=True)
     return _recorded(state, Phase.STARTING, event), ()
 
 
 def _start_failed(state: FleetState, event: StartFailed) -> Step:
+    """Close the sessions everywhere: who failed may have one, on some of its workers at least."""
     state = _recorded(state, Phase.STARTING, event)
-    return state, (SendUndo(targets=_perhaps_done(event), resume=_to_resume(state)),)
+    return state, (SendUndo(targets=tuple(event.outcomes), resume=_to_resume(state)),)
 
 
 def _undone(state: FleetState, event: Undone) -> Step:
-    """Return to `initialized`; a member that could not be put back is fenced."""
+    """Return to `initialized`; a member that could not be put back stays paused, or is fenced."""
     session_was_open = state.session_was_open
     state = _recorded(state, Phase.UNDOING, event)
     done = change(
@@ -232,9 +237,9 @@ def _undone(state: FleetState, event: Undone) -> Step:
         reason="a member refused; what had been done was taken back",
         closed_at=event.now,
     )
-    ok = [r for r, o in event.outcomes.items() if o.ok]
+    ok = {r for r, o in event.outcomes.items() if o.ok}
     stuck = [r for r, o in event.outcomes.items() if not o.ok]
-    state = _changed(state, ok, paused=state.pause is not None)
+    state = _changed(state, ok.intersection(_to_resume(state)), paused=False)
     state = _changed(state, event.closed, session_open=False)
     if session_was_open:
         state = _changed(state, stuck, fence=f"{_name(state)}: its start could not be undone")
@@ -283,7 +288,7 @@ def _finish_arrived(state: FleetState, event: FinishArrived) -> Step:
         state = change(state, fullest=open_round.names_key or state.fullest)
     done = change(_round(state), result=RoundResult.COMMITTED, closed_at=event.now)
     state = change(state, round=done)
-    ran_on = not any(r.paused or r.sleep for r in state.members())
+    ran_on = not all(r.paused or r.sleep for r in state.members())
     return state, (SendResume(targets=_to_resume(state), reset_caches=ran_on),)
 
 
@@ -384,11 +389,6 @@ def _archive(over: Round | None, event: Event) -> tuple[Action, ...]:
     if over.result is RoundResult.OPEN:
         over = change(over, result=RoundResult.ABANDONED, closed_at=event.now)
     return (Archive(round=over),)
-
-
-def _perhaps_done(event: Answered) -> tuple[str, ...]:
-    """Return the replicas that did what was asked, or may have done it unheard."""
-    return tuple(r for r, o in event.outcomes.items() if o.ok or o.outcome is Result.TIMEOUT)
 
 
 def _recorded(state: FleetState, phase: Phase, event: Answered) -> FleetState:

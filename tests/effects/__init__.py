@@ -1,0 +1,1 @@
+"""The rooms that do something: fan-out, ledger, the client of replicas."""
