@@ -20,13 +20,13 @@ from fleet.explain import count_states, failure_kind
 from fleet.gate import Gate
 from fleet.layout import count_workers
 from fleet.ledger import Ledger
-from fleet.membership import candidates_for, marked, relabelled
+from fleet.membership import candidates_for, common_backend, marked, relabelled
 from fleet.options import FleetOptions
 from fleet.outcome import Outcome, describe_failures, skipped
 from fleet.performer import Performer
 from fleet.replica import Replica, Sleep
 from fleet.replica_client import Call
-from fleet.state import IN_SESSION, ROUND_OPEN, FleetState, TrainerPause
+from fleet.state import IN_SESSION, ROUND_OPEN, UNSET_VERSION, FleetState, TrainerPause
 
 change = msgspec.structs.replace
 
@@ -58,7 +58,8 @@ class Controls:
         _check_choice("mode", mode, PAUSE_MODES)
         before = self._ledger.state.pause
         since = before.since if before else time()
-        asked = TrainerPause(mode=mode, clear_cache=clear_cache, by=by, since=since)
+        clears = _clears(self._ledger.state, clear_cache=clear_cache)
+        asked = TrainerPause(mode=mode, clear_cache=clears, by=by, since=since)
         state = await self._ledger.amend(lambda s: change(s, pause=asked))
         await self._gate.closed()
         targets, outcomes = self._reachable(state)
@@ -167,8 +168,8 @@ class Controls:
         }
         outcomes |= await self._ask(current, _relabel_call(version))
         if _failed(outcomes):
-            done = [r for r in current if outcomes[r].ok]
-            back = await self._ask(done, _relabel_call(state.weight_version or "default"))
+            # Who failed may have taken the label all the same.
+            back = await self._ask(current, _relabel_call(state.weight_version or UNSET_VERSION))
             lost = [r for r, o in back.items() if not o.ok]
             self._raise_if_failed("update_weight_version", outcomes, also=_not_set_back(lost))
         await self._ledger.amend(lambda s: relabelled(s, current, version))
@@ -178,6 +179,7 @@ class Controls:
         """Return the workers that the next init would find."""
         state = self._ledger.state
         candidates, _ = candidates_for(state, None)
+        candidates, _ = candidates_for(state, common_backend(candidates))
         if include_dp:
             return count_workers(candidates)
         call = Call("GET", "/get_world_size", "include_dp=false")
@@ -258,6 +260,15 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def _is_current(state: FleetState, replica: Replica) -> bool:
     return replica.holds == state.commit_index and replica.fence is None
+
+
+def _clears(state: FleetState, *, clear_cache: bool) -> bool:
+    """Whether the caches are clear after a pause: who is paused in a round is not paused again."""
+    if state.phase not in ROUND_OPEN:
+        return clear_cache
+    cleared_before = state.pause.clear_cache if state.pause else True  # the round's own pause does
+    someone_runs = any(not replica.paused for replica in state.members())
+    return cleared_before and (clear_cache or not someone_runs)
 
 
 def _paused(state: FleetState, targets: Iterable[str], *, cleared: bool) -> FleetState:
