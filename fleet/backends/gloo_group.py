@@ -80,11 +80,12 @@ class GlooGroup:
 
     def close(self) -> None:
         """Leave the group, closing its connections and the store; idempotent, from any thread."""
-        backend, self._backend = self._backend, None
+        held = [self._backend]
+        self._backend = None
         self._wake.set()
-        if backend is not None:
+        if held[0] is not None:
             # Letting go waits for gloo's own threads, which may sit in a call until its timeout.
-            _let_go(backend)
+            _let_go(held)
 
     def _broadcast_bytes(self, view: torch.Tensor, src: int) -> None:
         self._wake.clear()
@@ -123,12 +124,14 @@ EXIT_WAIT_S = 10.0
 back from gloo after the interpreter is gone would abort the process."""
 
 
-def _let_go(backend: ProcessGroupGloo) -> None:
-    """Drop the last reference in a thread of its own, which the interpreter's exit waits for."""
-    box = [backend]
+def _let_go(held: list[ProcessGroupGloo | None]) -> None:
+    """Drop the last reference in a thread of its own, which the interpreter's exit waits for.
+
+    The group comes in a list, so that no caller's frame holds it and has to free it instead.
+    """
 
     def drop() -> None:
-        box.clear()
+        held.clear()
         _closing.discard(threading.current_thread())
 
     thread = threading.Thread(target=drop, name="gloo-close", daemon=True)
@@ -140,7 +143,8 @@ def _let_go(backend: ProcessGroupGloo) -> None:
 def _wait_for_closing() -> None:
     ends = time.monotonic() + EXIT_WAIT_S
     for thread in tuple(_closing):
-        thread.join(max(0.0, ends - time.monotonic()))
+        if thread.is_alive():
+            thread.join(max(0.0, ends - time.monotonic()))
 
 
 def join_group(

@@ -37,13 +37,15 @@ class GlooWeightTransferInitInfo(WeightTransferInitInfo):
     """The body of ``/init_weight_transfer_engine``: NCCL's fields, and gloo's deadline.
 
     `rank_offset` is the group rank of the deployment's first worker; `timeout_s` bounds the join
-    and each broadcast after it.
+    and each broadcast after it. `packed` is what NCCL's trainers and TRL's client say of their
+    broadcasts; it is taken and means nothing here, where tensors go out one by one.
     """
 
     master_address: str
     master_port: int
     rank_offset: int
     world_size: int
+    packed: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
 
 

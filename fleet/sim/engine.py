@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fleet.sim.errors import CallFailed, EngineDead, WorkerFailed
 from fleet.sim.generation import PrefixCache
-from fleet.sim.tasks import in_daemon_thread, in_passing
+from fleet.sim.tasks import in_daemon_thread
 from fleet.sim.weights import build_state_dict, combine_workers
 from fleet.sim.workers import SimWorker
 
@@ -91,7 +91,7 @@ class SimEngine:
             if self.session is not None:
                 raise WorkerFailed("Cannot release a trainer connection during a weight update")
             for worker in self.workers:
-                in_passing(worker.shutdown)
+                worker.shutdown()
 
     async def start_update(self, kind: str) -> None:
         """Open a session on every worker."""

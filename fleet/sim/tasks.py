@@ -6,18 +6,13 @@ connection, and blocking torch calls run in daemon threads that never keep the p
 """
 
 import asyncio
-import atexit
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-EXIT_WAIT_S = 10.0
-
-_passing: set[threading.Thread] = set()
 
 
 class TaskOwner:
@@ -76,30 +71,6 @@ async def in_daemon_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwar
 
     threading.Thread(target=run, daemon=True, name="sim-worker").start()
     return await done
-
-
-def in_passing(work: Callable[[], None]) -> None:
-    """Run a call that may block for a while, and that nobody waits for but the process's exit.
-
-    Leaving a gloo group can wait for gloo's own threads, which sit in a broadcast until its
-    timeout. A thread that comes back from there after the interpreter is gone aborts the process,
-    so the exit waits for it, at most `EXIT_WAIT_S` seconds.
-    """
-
-    def run() -> None:
-        work()
-        _passing.discard(threading.current_thread())
-
-    thread = threading.Thread(target=run, daemon=True, name="sim-passing")
-    _passing.add(thread)
-    thread.start()
-
-
-@atexit.register
-def _wait_for_passing() -> None:
-    ends = time.monotonic() + EXIT_WAIT_S
-    for thread in tuple(_passing):
-        thread.join(max(0.0, ends - time.monotonic()))
 
 
 def _hand_over(

@@ -20,7 +20,6 @@ import httpx
 import torch
 
 from fleet.backends.gloo_group import GlooGroup, join_group
-from fleet.sim.tasks import in_passing
 
 
 class TrainerError(RuntimeError):
@@ -161,7 +160,7 @@ class SimTrainer:
         self._sent = None
         group, self._group = self._group, None
         if group is not None:
-            in_passing(group.close)
+            group.close()
 
 
 def describe(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 
 from fleet.backends.gloo_group import GlooGroup, join_group
-from fleet.sim.tasks import in_passing
 from fleet.sim.weights import StateDict, combine_digests, load_tensor, tensor_digests
 
 Metadata = Mapping[str, Any]
 
 _REQUIRED = ("master_address", "master_port", "rank_offset", "world_size")
-_OPTIONAL = ("timeout_s",)
+_OPTIONAL = ("timeout_s", "packed")
 _METADATA = ("names", "dtype_names", "shapes")
 
 
@@ -114,7 +113,7 @@ class SimWorker:
     def kill(self) -> None:
         """Leave at once, from any thread: a join is cancelled, a broadcast ends for all ranks."""
         self._killed.set()
-        in_passing(self.shutdown)
+        self.shutdown()
 
     def _receive(self, kind: str, info: Metadata) -> None:
         if not self._moves_data:
