@@ -73,6 +73,7 @@ def check_init(family: Family, init_info: Mapping[str, Any], layout: Layout) -> 
         _check_world_size(_integer(init_info, "world_size"), layout)
     elif family is Family.SINGLE:
         _check_single(layout)
+        _check_world_size(_integer(init_info, "world_size"), layout)
     elif family is Family.SHARDED:
         _check_sharded(init_info, layout)
 
@@ -120,8 +121,10 @@ def _check_sharded(init_info: Mapping[str, Any], layout: Layout) -> None:
             f"sharded_rdt assumes equal replicas, but these have {sorted(sizes)} workers",
             hint="use the nccl backend for unequal replicas",
         )
-    asked = init_info.get("num_consumers", 0)
-    if asked not in (0, None, layout.workers):
+    if init_info.get("num_consumers") is None:
+        return
+    asked = _integer(init_info, "num_consumers")
+    if asked not in (0, layout.workers):
         raise WorldSizeMismatch(
             f"num_consumers is {asked}, but this fleet has {layout.workers} workers",
             hint=f"init again with num_consumers={layout.workers}",
