@@ -106,14 +106,16 @@ class Registry:
 
     async def _look(self, replicas: Iterable[Replica], *, closely: bool) -> None:
         busy = self._fan_out.in_flight()
+        before = {r.id: r for r in replicas if r.id not in busy}
         seen = await self._fan_out.look(
-            {r.id: partial(self._observe, r, closely) for r in replicas if r.id not in busy}
+            {name: partial(self._observe, replica, closely) for name, replica in before.items()}
         )
         now = time()
 
         def change(state: FleetState) -> FleetState:
             for replica, observation in seen.items():
-                state = observe(state, replica, observation, now)
+                fresh = _less_what_has_changed(observation, before[replica], state)
+                state = observe(state, replica, fresh, now)
             return state
 
         await self._ledger.amend(change)
@@ -145,6 +147,18 @@ class Registry:
 def _slices(replicas: list[str]) -> list[list[str]]:
     """Cut the fleet into SLICES parts of about equal size, some of them empty if it is small."""
     return [replicas[part::SLICES] for part in range(SLICES)]
+
+
+def _less_what_has_changed(seen: Observation, before: Replica, state: FleetState) -> Observation:
+    """Leave out of an observation whether the replica is paused if that was changed meanwhile.
+
+    `before` are the facts when the probe went out: it may have looked just before a resume or a
+    wake-up that has been written down since, and nothing would look again.
+    """
+    after = state.replicas.get(before.id)
+    if after is None or (after.paused, after.sleep) == (before.paused, before.sleep):
+        return seen
+    return msgspec.structs.replace(seen, paused=None)
 
 
 def _looks_new(replica: Replica) -> bool:
