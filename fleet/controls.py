@@ -198,6 +198,15 @@ class Controls:
         self._raise_if_failed(what, outcomes)
         return outcomes
 
+    async def reset_weights(self, call: Call) -> Outcomes:
+        """Let every replica throw its weights away; none serves again before a full update."""
+        self._refuse_in(IN_SESSION, "weight_checker reset", "finish or reset the round first")
+        targets, _ = self._reachable(self._ledger.state)
+        why = "weight_checker has reset its weights"
+        await self._ledger.amend(lambda s: marked(s, targets, fence=why, holds=None))
+        await self._gate.closed()
+        return await self.broadcast(call, "weight_checker reset")
+
     async def ask_everyone(self, call: Call) -> Outcomes:
         """Make one harmless call on every replica that can answer, whatever the phase."""
         targets, outcomes = self._reachable(self._ledger.state)

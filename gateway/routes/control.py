@@ -225,7 +225,10 @@ async def weight_checker(request: Request) -> Response:
     async def act(asked: tuple[_Checker, bytes]) -> dict[str, Any]:
         checker, body = asked
         call = Call("POST", "/weight_checker", body=body)
-        outcomes = await gateway.controls.broadcast(call, "weight_checker")
+        if checker.action == "reset":
+            outcomes = await gateway.controls.reset_weights(call)
+        else:
+            outcomes = await gateway.controls.broadcast(call, "weight_checker")
         return {**_checked(checker.action, outcomes), **told(outcomes)}
 
     return await gateway.desk.serve(request, parse, act)
