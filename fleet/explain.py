@@ -64,7 +64,7 @@ def what_next(state: FleetState, event: type[Event], call: str) -> FleetError | 
     message = story(state, call)
     if state.phase is Phase.FAILED:
         world = membership(state)
-        hint = f"re-init with world_size={world.world_size}{_left_out(state)}"
+        hint = f"re-init with {world.next_world}{_left_out(state)}"
         return MembershipChanged(message, hint=hint)
     if event in (InitRequested, StartRequested, ShutdownRequested) and state.phase in _BUSY:
         return RoundOpen(
@@ -119,9 +119,9 @@ def _hint(event: Answered, state: FleetState) -> str:
         return "what had been started was taken back; retry start, or init again if it persists"
     world = membership(state)
     left_out = _left_out(state)
-    again = f"init again with world_size={world.world_size} and send a full update"
+    again = f"init again with {world.next_world} and send a full update"
     if isinstance(event, InitFailed):
-        again = f"init again with world_size={world.world_size}"
+        again = f"init again with {world.next_world}"
     return f"{again}{left_out}; rollouts wait for at most the gate's time meanwhile"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from fleet.errors import MembershipChanged
+from fleet.errors import LayoutUnsupported, MembershipChanged
 from fleet.layout import Layout, count_workers, lay_out
 from fleet.outcome import Outcome, Result
 from fleet.replica import Replica, Topology, why_left_out
@@ -46,12 +46,22 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     `lost` are members that are gone, wedged or restarted, with the reason; only they block a
     start. `changed` says that the next init would give another group; `workers` are those the
     next init would find, `world_size` includes the current group's trainer ranks (1 without one).
+    `obstacle` is why those that could join cannot be laid out (half a deployment, say); then no
+    workers are counted.
     """
 
     lost: dict[str, str]
     changed: bool
     workers: int
     world_size: int
+    obstacle: str | None = None
+
+    @property
+    def next_world(self) -> str:
+        """What the next init must ask for, in words."""
+        if self.obstacle is None:
+            return f"world_size={self.world_size}"
+        return f"the world_size of a repaired fleet (now {self.obstacle})"
 
 
 def add_replica(state: FleetState, url: str, replica: str, now: float) -> FleetState:
@@ -145,7 +155,7 @@ def membership(state: FleetState) -> Membership:
     backend = group.backend if group else None
     candidates, _ = candidates_for(state, backend)
     lost = _lost_members(state)
-    workers = count_workers(candidates)
+    workers, obstacle = _countable(candidates)
     base = group.layout.base if group else 1
     return Membership(
         lost=lost,
@@ -153,7 +163,15 @@ def membership(state: FleetState) -> Membership:
         and (bool(lost) or {r.id for r in candidates} != set(group.members)),
         workers=workers,
         world_size=base + workers,
+        obstacle=obstacle,
     )
+
+
+def _countable(candidates: list[Replica]) -> tuple[int, str | None]:
+    try:
+        return count_workers(candidates), None
+    except LayoutUnsupported as error:
+        return 0, error.message
 
 
 def check_still_whole(state: FleetState) -> None:
@@ -164,7 +182,7 @@ def check_still_whole(state: FleetState) -> None:
     told = "; ".join(f"{replica}: {why}" for replica, why in now.lost.items())
     raise MembershipChanged(
         f"the group changed since init ({told})",
-        hint=f"re-init with world_size={now.world_size} "
+        hint=f"re-init with {now.next_world} "
         f"({now.workers} workers are there now), then start again",
     )
 

@@ -1,0 +1,262 @@
+"""The one message a trainer reads: who, what of the rest, what next. And the barrier behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.barrier import Barrier, arrivals, only_deadlines_passed
+from fleet.errors import (
+    DeadlinePassed,
+    FleetError,
+    MemberFailed,
+    MembershipChanged,
+    PauseNotReached,
+    RoundOpen,
+    WrongPhase,
+)
+from fleet.events import (
+    Answered,
+    Event,
+    FinishFailed,
+    FinishRequested,
+    InitArrived,
+    InitFailed,
+    InitRequested,
+    PauseFailed,
+    ResetRequested,
+    Resumed,
+    ShutdownRequested,
+    StartFailed,
+    StartRequested,
+    UpdateFailed,
+    UpdateRequested,
+)
+from fleet.explain import count_states, error_of, what_next
+from fleet.membership import marked
+from fleet.outcome import Outcome, Result, describe_failures, skipped
+from fleet.replica import Topology
+from fleet.rounds import TRANSITIONS, advance
+from fleet.state import FleetState, Phase
+from tests.fleets import (
+    FAILED,
+    NOW,
+    OK,
+    TIMEOUT,
+    UNREACHABLE,
+    WEDGED,
+    everyone,
+    fleet_in,
+    fleet_of,
+    replica,
+)
+
+
+def failure(phase: Phase, kind: type[Answered], **outcomes: Outcome) -> FleetError:
+    """Return the error that this failed phase means for the trainer."""
+    state = fleet_in(phase)
+    event = kind(now=NOW, outcomes=everyone(state, OK, **outcomes))
+    state, _ = advance(state, event)
+    error = error_of(event, state)
+    assert error is not None
+    return error
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind", "word", "next_step"),
+    [
+        (Phase.INITIALIZING, InitFailed, "init", "init again with world_size=8"),
+        (Phase.STARTING, StartFailed, "start", "retry start"),
+        (Phase.UPDATING, UpdateFailed, "update", "init again with world_size=8 and send a full"),
+        (Phase.FINISHING, FinishFailed, "finish", "init again with world_size=8 and send a full"),
+    ],
+)
+def test_a_failed_phase_names_who_what_of_the_rest_and_what_next(
+    phase: Phase, kind: type[Answered], word: str, next_step: str
+) -> None:
+    """One message and one hint tell the whole story; every replica's outcome is attached."""
+    error = failure(phase, kind, b=FAILED)
+    assert type(error) is MemberFailed
+    assert error.message.startswith(f"{word} failed on b: failed (engine said no). Fleet now: ")
+    assert error.message.endswith("; weight_version default.")
+    assert next_step in (error.hint or "")
+    assert set(error.outcomes) == {"a", "b", "c"}
+
+
+def test_the_state_of_the_rest_is_counted_in_words() -> None:
+    """After a failed update everyone is fenced, the silent one wedged."""
+    error = failure(Phase.UPDATING, UpdateFailed, a=WEDGED, b=FAILED)
+    assert "Fleet now: 2 fenced, 1 wedged" in error.message
+    assert "left out until they answer again, a restart helps: a" in (error.hint or "")
+    assert "world_size=7" in (error.hint or "")
+
+
+@pytest.mark.parametrize("silence", [WEDGED, TIMEOUT])
+def test_silence_alone_is_a_deadline(silence: Outcome) -> None:
+    """504, not 424: nobody said no."""
+    assert type(failure(Phase.UPDATING, UpdateFailed, b=silence)) is DeadlinePassed
+
+
+@pytest.mark.parametrize("no", [FAILED, UNREACHABLE])
+def test_one_clear_no_among_silence_is_a_failure(no: Outcome) -> None:
+    """Its siblings are silent because of it."""
+    assert type(failure(Phase.UPDATING, UpdateFailed, a=WEDGED, b=no)) is MemberFailed
+
+
+@pytest.mark.parametrize("outcome", [FAILED, TIMEOUT])
+def test_a_pause_that_was_not_reached_may_be_retried(outcome: Outcome) -> None:
+    """Nothing was started, so the caller may simply come again."""
+    error = failure(Phase.PAUSING, PauseFailed, b=outcome)
+    assert type(error) is PauseNotReached
+    assert error.hint == "what had been paused was resumed; retry start"
+
+
+@pytest.mark.parametrize("kind", [InitArrived, Resumed])
+def test_what_did_not_fail_is_no_error(kind: type[Answered]) -> None:
+    """Also a resume that a member refused: the version is committed all the same."""
+    assert error_of(kind(now=NOW, outcomes={"a": FAILED}), fleet_of()) is None
+
+
+def test_a_failure_inside_a_deployment_is_told_although_the_rest_cannot_be_laid_out() -> None:
+    """The survivor of half a deployment must not turn the failure into a layout error."""
+    places = [
+        Topology(workers=8, deployment="d:1", counts_deployment=True, servers=2, index=i)
+        for i in (0, 1)
+    ]
+    servers = [replica("a", topology=places[0]), replica("b", topology=places[1])]
+    state = fleet_in(Phase.UPDATING, *servers)
+    event = UpdateFailed(now=NOW, outcomes={"a": FAILED, "b": UNREACHABLE})
+    state, _ = advance(state, event)
+    error = error_of(event, state)
+    assert type(error) is MemberFailed
+    assert set(error.outcomes) == {"a", "b"}
+    assert "deployment d:1 has 2 servers, but 1 can join (a)" in (error.hint or "")
+
+
+# -- what would follow -----------------------------------------------------------------------------
+
+TRAINER = (InitRequested, StartRequested, UpdateRequested, FinishRequested, ShutdownRequested)
+
+
+@pytest.mark.parametrize("event", [*TRAINER, ResetRequested])
+@pytest.mark.parametrize("phase", list(Phase))
+def test_every_call_that_does_not_follow_is_told_what_does(
+    phase: Phase, event: type[Event]
+) -> None:
+    """And a call that may follow gets no error."""
+    refusal = what_next(fleet_in(phase), event, "call")
+    assert (refusal is None) == (event in TRANSITIONS[phase])
+    if refusal is not None:
+        assert f"call does not follow in phase {phase}" in refusal.message
+        assert refusal.hint
+
+
+@pytest.mark.parametrize(
+    ("phase", "event", "kind", "hint"),
+    [
+        (Phase.IDLE, StartRequested, WrongPhase, "POST /init_weight_transfer_engine first"),
+        (Phase.IDLE, FinishRequested, WrongPhase, "POST /init_weight_transfer_engine first"),
+        (Phase.INITIALIZED, UpdateRequested, WrongPhase, "POST /start_weight_update first"),
+        (Phase.INITIALIZING, InitRequested, RoundOpen, "wait for its finish"),
+        (Phase.STARTED, StartRequested, RoundOpen, "POST /fleet/reset to abandon it"),
+        (Phase.STARTED, InitRequested, RoundOpen, "POST /fleet/reset to abandon it"),
+        (Phase.UPDATING, ShutdownRequested, RoundOpen, "POST /fleet/reset to abandon it"),
+        (Phase.UPDATING, UpdateRequested, WrongPhase, "wait for the call that is on its way"),
+        (Phase.FAILED, StartRequested, MembershipChanged, "re-init with world_size=8"),
+        (Phase.FAILED, FinishRequested, MembershipChanged, "re-init with world_size=8"),
+    ],
+)
+def test_a_refusal_has_the_kind_and_the_next_step_of_its_moment(
+    phase: Phase, event: type[Event], kind: type[FleetError], hint: str
+) -> None:
+    """Cases 8 and 9: who holds the round, or that there is nothing to finish."""
+    refusal = what_next(fleet_in(phase), event, "call")
+    assert type(refusal) is kind
+    assert hint in (refusal.hint or "")
+
+
+def test_a_second_trainer_reads_who_holds_the_round_and_since_when() -> None:
+    """Case 8."""
+    refusal = what_next(fleet_in(Phase.STARTED), StartRequested, "start")
+    assert refusal is not None
+    assert "opened by trainer-2 at 1700000000.000 and is still open" in refusal.message
+
+
+def test_after_a_failure_the_silent_ones_are_named_in_the_hint() -> None:
+    """A re-init without them works, a restart brings them back."""
+    state = marked(fleet_in(Phase.FAILED), ["b"], wedged="silent")
+    refusal = what_next(state, StartRequested, "start")
+    assert refusal is not None
+    assert "world_size=6 (left out until they answer again" in (refusal.hint or "")
+    assert "b)" in (refusal.hint or "")
+
+
+def test_an_empty_fleet_is_counted_as_no_replicas() -> None:
+    """Not as an empty string."""
+    assert count_states(FleetState(name="t", generation=1)) == "no replicas"
+
+
+# -- barrier and outcomes --------------------------------------------------------------------------
+
+names = st.sampled_from("abcdef")
+results = st.sampled_from(list(Result))
+
+
+@given(st.frozensets(names), st.dictionaries(names, results))
+def test_a_barrier_is_complete_only_when_every_member_is_ok(
+    members: frozenset[str], said: dict[str, Result]
+) -> None:
+    """Strangers do not count, and nobody awaited is nobody arrived."""
+    outcomes = {r: Outcome(outcome=result) for r, result in said.items()}
+    barrier = arrivals(members, outcomes)
+    ok = {r for r, result in said.items() if result is Result.OK}
+    assert barrier.missing == members - ok
+    assert barrier.complete == (bool(members) and members <= ok)
+
+
+def test_arriving_twice_counts_once_and_arrivals_add_up() -> None:
+    """A barrier only fills."""
+    barrier = Barrier(frozenset("ab")).arrive(["a", "z"]).arrive(["a"])
+    assert barrier.arrived == {"a"}
+    assert not barrier.complete
+    assert barrier.arrive(["b"]).complete
+
+
+@given(st.dictionaries(names, results))
+def test_only_deadlines_passed_means_silence_and_nothing_else(said: dict[str, Result]) -> None:
+    """Who arrived or was not asked does not matter."""
+    bad = set(said.values()) - {Result.OK, Result.SKIPPED}
+    outcomes = {r: Outcome(outcome=result) for r, result in said.items()}
+    expected = bool(bad) and bad <= {Result.TIMEOUT, Result.WEDGED}
+    assert only_deadlines_passed(outcomes) is expected
+
+
+@pytest.mark.parametrize("result", list(Result))
+def test_an_outcome_is_good_bad_or_not_asked(result: Result) -> None:
+    """Exactly one word is good, and skipped is not bad."""
+    outcome = Outcome(outcome=result)
+    assert outcome.ok is (result.value == "ok")
+    assert outcome.bad is (result.value not in ("ok", "skipped"))
+
+
+def test_an_outcome_shows_four_fields_and_never_the_answer() -> None:
+    """The shape is fixed by the interface."""
+    outcome = Outcome(
+        outcome=Result.FAILED, status=500, detail="no", elapsed_s=0.12345678, answer={"secret": 1}
+    )
+    told: dict[str, Any] = {
+        "outcome": "failed",
+        "status": 500,
+        "detail": "no",
+        "elapsed_s": 0.123457,
+    }
+    assert outcome.public() == told
+
+
+def test_failures_are_told_in_one_line_without_those_that_did_well() -> None:
+    """Replica, word, detail."""
+    outcomes = {"a": OK, "b": FAILED, "c": skipped("draining"), "d": Outcome(outcome=Result.WEDGED)}
+    assert describe_failures(outcomes) == "b: failed (engine said no); d: wedged"
