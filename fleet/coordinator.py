@@ -81,8 +81,8 @@ class Coordinator:
         Raises Refused before anything is sent if the trainer's numbers do not fit, MemberFailed or
         DeadlinePassed after.
         """
+        self._check_form(body.init_info)
         self._require(InitRequested, "init")
-        wire.base_of(wire.family_of(None, body.init_info), body.init_info)
         await self._registry.verify(
             r.id for r in self._ledger.state.replicas.values() if not r.lost
         )
@@ -156,6 +156,11 @@ class Coordinator:
         return errand.outcomes.get(Unpause, {})
 
     # -- planning ----------------------------------------------------------------------------------
+
+    def _check_form(self, init_info: dict[str, Any]) -> None:
+        """Tell a malformed body before anything else, as far as the replicas are known."""
+        candidates, _ = candidates_for(self._ledger.state, None)
+        wire.check_form(wire.family_of(common_backend(candidates), init_info), init_info)
 
     def _plan(self, init_info: dict[str, Any], by: str) -> tuple[Group, wire.Family]:
         """Lay the next group out and check the trainer's numbers; nothing is sent."""

@@ -63,6 +63,13 @@ def base_of(family: Family, init_info: Mapping[str, Any]) -> int:
     return base
 
 
+def check_form(family: Family, init_info: Mapping[str, Any]) -> None:
+    """Raise BadInput unless the numbers that this family needs are there; needs no layout."""
+    base_of(family, init_info)
+    if family in (Family.RANKED, Family.SINGLE):
+        _integer(init_info, "world_size")
+
+
 def check_init(family: Family, init_info: Mapping[str, Any], layout: Layout) -> None:
     """Raise unless the trainer's numbers fit the layout; nothing has been sent yet.
 
