@@ -4,6 +4,8 @@
 brought back for the next test if one killed them. Tests share them, so a test must not rely on
 the weights that it finds, and leaves no update open and nothing paused.
 
+`gateway` is a `fleet serve` of one's own in front of both, with no version committed yet.
+
 Without vLLM in the environment nothing in this folder is collected.
 """
 
@@ -18,13 +20,16 @@ import pytest
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]
 
+_NOISY = ("transformers", "vllm.distributed.weight_transfer.factory", "trl.generation")
+
 if HAS_VLLM:
     # Imported once, here, where the project's "warnings are errors" does not reach.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in ("transformers", "vllm.distributed.weight_transfer.factory"):
+        for name in _NOISY:
             importlib.import_module(name)
 
+    from tests.e2e.gateway_process import RunningGateway, running_gateway
     from tests.e2e.real_vllm import RealFleet, RealServer, running_fleet
     from tests.e2e.tiny_model import save_model
 
@@ -61,3 +66,11 @@ if HAS_VLLM:
     def real_server(real_fleet: RealFleet) -> RealServer:
         """The first server of `real_fleet`."""
         return real_fleet.servers[0]
+
+    @pytest.fixture
+    def gateway(real_fleet: RealFleet, tmp_path: Path) -> Iterator[RunningGateway]:
+        """A gateway in front of both servers; the fleet is as good as fresh."""
+        for server in real_fleet.servers:
+            server.post("/update_weight_version", {"new_version": "default"})
+        with running_gateway(real_fleet.urls, tmp_path / "gateway.log") as running:
+            yield running
