@@ -7,6 +7,7 @@ list, and which tensors it names. Raises BadInput with what to do, before anythi
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from typing import Any
 
 import msgspec
@@ -15,6 +16,8 @@ from fleet.errors import BadInput
 from fleet.layout import Layout, Slot, check_list_length, slice_update
 
 VERSION_CHARS = 128
+PIECE_BYTES = 1024 * 1024
+"""How much of a body is looked at in one go, so that a look does not cost a second body."""
 
 
 class InitBody(msgspec.Struct, frozen=True):
@@ -52,6 +55,7 @@ class UpdateBody:
     def __init__(self, body: bytes | bytearray | memoryview) -> None:
         self._body = memoryview(body)
         raw = decode(body, _RawUpdate, "update_weights").update_info
+        _check_text(self._body, "update_weights")
         first = bytes(memoryview(raw)[:1])
         if first not in (b"{", b"["):
             raise BadInput("update_info must be an object, or a list with one object per worker")
@@ -102,6 +106,17 @@ def decode(body: bytes | bytearray | memoryview, kind: type[Any], what: str) -> 
         raise BadInput(f"{what}: {error}") from error
     except msgspec.DecodeError as error:
         raise BadInput(f"{what}: the body is not valid JSON: {error}") from error
+
+
+def _check_text(body: memoryview, what: str) -> None:
+    """Raise BadInput for broken UTF-8 also where nothing was decoded: a server would refuse it."""
+    decoder = getincrementaldecoder("utf-8")()
+    try:
+        for start in range(0, len(body), PIECE_BYTES):
+            decoder.decode(body[start : start + PIECE_BYTES])
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{what}: the body is not valid JSON: {error.reason}") from error
 
 
 def check_version(version: str | None) -> None:
