@@ -1,5 +1,8 @@
 """Real tensors over a real gloo group: what arrives, what is reused, what a failure leaves."""
 
+from concurrent.futures import Future
+from typing import Any
+
 import httpx
 import pytest
 
@@ -7,6 +10,7 @@ from fleet.sim.trainer import SimTrainer, TrainerError, describe, free_port
 from tests.conformance.server import ANSWER_S, Server, error_of
 from tests.conformance.subjects import Subject
 
+SILENCE_S = 0.5  # an idle server answers in milliseconds
 LONG_PROMPT = [7 + number % 200 for number in range(145)]  # more than one KV block of 128
 
 
@@ -86,8 +90,7 @@ def test_control_calls_queue_behind_an_update_and_health_does_not(
     update = server.in_background(
         lambda: server.post("/update_weights", {"update_info": describe(weights)})
     )
-    asked = server.in_background(lambda: server.value("/is_paused", "is_paused"))
-    server.some_time_passes()
+    asked = _first_unanswered(server)
     assert server.get("/health").status_code == 200
     assert not update.done()
     assert not asked.done()
@@ -96,6 +99,17 @@ def test_control_calls_queue_behind_an_update_and_health_does_not(
     assert update.result(ANSWER_S).status_code == 200
     assert asked.result(ANSWER_S) is True
     server.ok("/finish_weight_update")
+
+
+def _first_unanswered(server: Server) -> Future[Any]:
+    """Ask until a question is not answered: by then the update is inside the collective."""
+    for _ in range(100):
+        asked = server.in_background(lambda: server.value("/is_paused", "is_paused"))
+        try:
+            asked.result(SILENCE_S)
+        except TimeoutError:
+            return asked
+    raise AssertionError("the server answers everything during an update")
 
 
 def test_cleared_caches_leave_no_old_kv(
