@@ -27,8 +27,8 @@ from fleet.events import (
     StartRequested,
     UpdateFailed,
 )
-from fleet.membership import membership
-from fleet.outcome import Outcome, describe_failures
+from fleet.membership import marked, membership
+from fleet.outcome import Outcome, Result, describe_failures
 from fleet.rounds import TRANSITIONS, story
 from fleet.state import ROUND_OPEN, FleetState, Phase
 
@@ -117,12 +117,31 @@ def _hint(event: Answered, state: FleetState) -> str:
         return "what had been paused was resumed; retry start"
     if isinstance(event, StartFailed):
         return "what had been started was taken back; retry start, or init again if it persists"
-    world = membership(state)
-    left_out = _left_out(state)
-    again = f"init again with {world.next_world} and send a full update"
-    if isinstance(event, InitFailed):
-        again = f"init again with {world.next_world}"
-    return f"{again}{left_out}; rollouts wait for at most the gate's time meanwhile"
+    again = _next_init(event, state)
+    if not isinstance(event, InitFailed):
+        again += " and send a full update"
+    return f"{again}; rollouts wait for at most the gate's time meanwhile"
+
+
+def _next_init(event: Answered, state: FleetState) -> str:
+    """Say which init comes next, and what it takes; who merely waited for the culprit is in it."""
+    waiting = _waiting(event.outcomes)
+    whole = marked(state, waiting, wedged=None)
+    again = f"init again with {membership(whole).next_world}"
+    if waiting:
+        without = membership(state).next_world
+        again += f" once {', '.join(waiting)} answered ({without} without)"
+    refused = [r for r, o in event.outcomes.items() if o.outcome is Result.FAILED]
+    if refused and isinstance(event, InitFailed):
+        again += f" (restart {', '.join(refused)} if that fails there again)"
+    return again + _left_out(whole)
+
+
+def _waiting(outcomes: Mapping[str, Outcome]) -> list[str]:
+    """Return who sat in the collective when someone else failed it: no fault of theirs."""
+    if only_deadlines_passed(outcomes):
+        return []
+    return [r for r, o in outcomes.items() if o.outcome is Result.WEDGED]
 
 
 def _left_out(state: FleetState) -> str:

@@ -62,9 +62,12 @@ def skipped(detail: str) -> Outcome:
 
 
 def describe_failures(outcomes: dict[str, Outcome]) -> str:
-    """Return `id: detail` of every replica that did not do what it was asked, in one line."""
+    """Return `id: detail` of every replica that did not do what it was asked, in one line.
+
+    Who merely sat in a collective comes after who failed it.
+    """
+    bad = [(replica, outcome) for replica, outcome in outcomes.items() if outcome.bad]
     return "; ".join(
         f"{replica}: {outcome.outcome.value}" + (f" ({outcome.detail})" if outcome.detail else "")
-        for replica, outcome in outcomes.items()
-        if outcome.bad
+        for replica, outcome in sorted(bad, key=lambda item: item[1].outcome is Result.WEDGED)
     )

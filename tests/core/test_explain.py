@@ -90,8 +90,22 @@ def test_the_state_of_the_rest_is_counted_in_words() -> None:
     """After a failed update everyone is fenced, the silent one wedged."""
     error = failure(Phase.UPDATING, UpdateFailed, a=WEDGED, b=FAILED)
     assert "Fleet now: 2 fenced, 1 wedged" in error.message
-    assert "left out until they answer again, a restart helps: a" in (error.hint or "")
+    assert "with world_size=8 once a answered (world_size=7 without)" in (error.hint or "")
+
+
+def test_who_waited_for_the_culprit_is_not_blamed() -> None:
+    """The one that failed comes first, and is the one to restart if it fails there again."""
+    error = failure(Phase.INITIALIZING, InitFailed, a=WEDGED, b=FAILED)
+    assert error.message.startswith("init failed on b: failed (engine said no); a: wedged")
+    assert "restart b if that fails there again" in (error.hint or "")
+    assert "restart helps" not in (error.hint or "")
+
+
+def test_who_is_silent_at_the_deadline_is_left_out_until_it_answers() -> None:
+    """Nobody failed, so the silent ones are what is wrong."""
+    error = failure(Phase.UPDATING, UpdateFailed, a=WEDGED)
     assert "world_size=7" in (error.hint or "")
+    assert "left out until they answer again, a restart helps: a" in (error.hint or "")
 
 
 @pytest.mark.parametrize("silence", [WEDGED, TIMEOUT])
