@@ -4,17 +4,20 @@ Here are the refusals whose point is what a real server would have done otherwis
 rendezvous, take traffic with the wrong weights, miss a rank.
 """
 
+import itertools
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 import requests
+import torch
 
 from tests.e2e.gateway_process import RunningGateway
-from tests.e2e.real_vllm import RealFleet
-from tests.e2e.rollouts import ask
+from tests.e2e.real_vllm import RealFleet, RealServer
+from tests.e2e.rollouts import ANSWER_S, ask
 from tests.e2e.trainer import TinyTrainer, joined_trainer
 
 PROMPT = [7, 300, 12, 45]
@@ -44,7 +47,7 @@ def test_a_server_killed_after_init_is_left_behind_and_taken_back_by_a_later_ini
         victim.signal(signal.SIGKILL)
         refusal = refused(lambda: trainer.send(99))
         assert "world_size=2" in refusal["hint"]
-        assert victim.url.removeprefix("http://") in refusal["error"]["message"]
+        assert name_of(victim) in refusal["error"]["message"]
     with joined_trainer(gateway.url, world_size=2) as trainer:
         trainer.send(92)
         assert gateway.version == "2"
@@ -59,18 +62,62 @@ def test_a_server_killed_after_init_is_left_behind_and_taken_back_by_a_later_ini
         assert victim.get("/weight_info") == {"weight_version": "3"}
 
 
+def test_a_server_killed_in_the_middle_of_an_update_costs_no_rollout(
+    gateway: RunningGateway, real_fleet: RealFleet
+) -> None:
+    """The half-loaded survivor is fenced and asked nothing; after a full update it answers."""
+    survivor, victim = real_fleet.servers
+    with (
+        ThreadPoolExecutor(1) as pool,
+        httpx.Client(base_url=gateway.url, timeout=ANSWER_S) as http,
+    ):
+        with joined_trainer(gateway.url, world_size=3) as trainer:
+            trainer.send(94)
+            kill_in_broadcast(trainer, 5, victim)
+            failure = refused(lambda: trainer.send(95), status=424)
+        assert failure["replicas"][name_of(victim)]["outcome"] == "unreachable"
+        gateway.wait_for_states("fenced", "gone")
+        assert gateway.version == "1"
+        waiting = pool.submit(ask, http, PROMPT, 8)
+        gateway.wait_until(lambda: gateway.fleet()["gate"]["held"] == 1)
+        with joined_trainer(gateway.url, world_size=2) as trainer:
+            trainer.send(96)
+            answer = waiting.result(ANSWER_S)
+            assert (answer.version, answer.replica) == ("2", name_of(survivor))
+            assert trainer.explains(answer.prompt, answer.tokens)
+    assert survivor.alive()
+
+
+def kill_in_broadcast(trainer: TinyTrainer, number: int, victim: RealServer) -> None:
+    """Let the trainer's broadcast of this number begin with the death of a server."""
+    group = trainer.engine._group
+    broadcast, count = group.broadcast, itertools.count(1)
+
+    def deadly(tensor: torch.Tensor, src: int = 0) -> None:
+        if next(count) == number:
+            victim.signal(signal.SIGKILL)
+        broadcast(tensor, src)
+
+    group.broadcast = deadly
+
+
+def name_of(server: RealServer) -> str:
+    """The server's id in the fleet."""
+    return server.url.removeprefix("http://")
+
+
 def inits_seen(real_fleet: RealFleet) -> list[int]:
     """How many init calls each server has logged."""
     return [log.read_text(errors="replace").count(INIT) for log in real_fleet.logs]
 
 
-def refused(call: Callable[[], object]) -> Any:
-    """The body of the 409 that the stock client raises in this call."""
+def refused(call: Callable[[], object], status: int = 409) -> Any:
+    """The body of the refusal that the stock client raises in this call."""
     with pytest.raises(requests.HTTPError) as refusal:
         call()
     response = refusal.value.response
     assert response is not None
-    assert response.status_code == 409
+    assert response.status_code == status, response.text
     return response.json()
 
 

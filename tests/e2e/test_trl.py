@@ -76,6 +76,15 @@ def test_trl_takes_the_gateway_for_a_server(client: VLLMClient) -> None:
     client.reset_prefix_cache()
 
 
+def test_trl_chats_and_scores_through_the_gateway(client: VLLMClient) -> None:
+    """Its other ways of asking: conversations, and log-probabilities of given sequences."""
+    conversations = [[{"role": "user", "content": text}] for text in ("one two", "three four five")]
+    chat = client.chat(conversations, max_tokens=8, generation_kwargs={"ignore_eos": True})
+    assert [len(tokens) for tokens in chat["completion_ids"]] == [8, 8]
+    scored = client.get_sequence_logprobs([[*PROMPTS[0], 9, 8]], [4], top_logprobs=3)
+    assert [len(sequence) for sequence in scored["actual_logprobs"]] == [2]
+
+
 def test_trl_updates_every_server_with_a_whole_model(
     joined: VLLMClient, gateway: RunningGateway, real_fleet: RealFleet
 ) -> None:
