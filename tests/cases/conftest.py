@@ -188,7 +188,8 @@ async def case_of(options: SimOptions | None = None, **settings: Any) -> AsyncGe
 
 def nccl(replicas: int = 3, **fields: Any) -> SimOptions:
     """Options of a fleet whose collectives need no trainer."""
-    return SimOptions(**({"replicas": replicas, "backend": "nccl"} | fields))
+    chosen: dict[str, Any] = {"replicas": replicas, "backend": "nccl"} | fields
+    return SimOptions(**chosen)
 
 
 def outcomes_of(answer: httpx.Response) -> dict[str, str]:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from fleet.sim import SimReplica
+from fleet.sim.faults import Action
 from tests.cases.conftest import (
     FINISH,
     INIT,
@@ -46,7 +47,7 @@ GONE = ("ready", "gone", "ready")
 FENCED = ("fenced", "fenced", "fenced")
 BACK = (FINISH, "/resume")
 
-TABLE: dict[tuple[str, str], Row] = {
+TABLE: dict[tuple[str, Action], Row] = {
     ("init", "status"): Row(424, "failed", READY),
     ("init", "lie"): Row(424, "failed", READY),
     ("init", "drop"): Row(424, "unreachable", READY),
@@ -77,7 +78,7 @@ COLLECTIVE = ("init", "update")
 
 
 @pytest.mark.parametrize(("phase", "kind"), TABLE)
-async def test_a_failure_of_one_is_told_taken_back_and_healed(phase: str, kind: str) -> None:
+async def test_a_failure_of_one_is_told_taken_back_and_healed(phase: str, kind: Action) -> None:
     """One cell of the table, from the first good round to the recovery."""
     row = TABLE[phase, kind]
     limits = {f"{phase}_s": HANG_S} if kind == "hang" else {}
@@ -154,7 +155,7 @@ async def _recover(case: Case) -> None:
 
 
 @pytest.mark.parametrize("kind", ["drop", "lie", "die"])
-async def test_a_start_that_took_effect_unheard_is_closed_there_too(kind: str) -> None:
+async def test_a_start_that_took_effect_unheard_is_closed_there_too(kind: Action) -> None:
     """A session left open on a server that is resumed would kill its engine at the next rollout."""
     async with case_of() as case:
         await case.first_sync("good")

@@ -1,4 +1,4 @@
-"""The pause that a round makes by itself: nothing lost, nothing in between, labels that are true."""
+"""The pause that a round makes by itself: nothing lost, nothing in between, true labels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _facts(answer: httpx.Response, *, streamed: bool) -> tuple[list[str], str]:
 
 @pytest.mark.parametrize("mode", list(PauseOnUpdate))
 async def test_three_updates_lose_no_rollout_in_flight(mode: PauseOnUpdate) -> None:
-    """Streaming or not: all are answered, none ran between start and finish, all labels are true."""
+    """Streaming or not: all are answered, none ran between start and finish, labels are true."""
     async with case_of(nccl(3, token_delay_ms=3), pause_on_update=mode) as case:
         assert (await case.init()).status_code == 200
         rollouts = Rollouts(case)
@@ -87,7 +87,7 @@ async def _until_all_busy(case: Case) -> None:
 
 
 def _check_replica(replica: SimReplica, mode: PauseOnUpdate) -> None:
-    """From the replica's own log: no rollout between start and finish, and what else it was told."""
+    """From its own log: no rollout between start and finish, and what else it was told."""
     assert replica.log.outcomes["killed"] == replica.log.outcomes["refused"] == 0
     starts, finishes = posts(replica, START), posts(replica, FINISH)
     assert len(starts) == len(finishes) == 3

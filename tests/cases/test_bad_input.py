@@ -31,7 +31,7 @@ BODILESS = (
     "/fleet/reset",
 )
 WITH_BODY = (INIT, UPDATE, FINISH, RELABEL, CHECKER, "/abort_requests", LORA, "/fleet/replicas")
-MALFORMED = (b"{", b"not json", b"[1]", b'"text"', b"7", b'{}}', b"\xff\xfe", b"null")
+MALFORMED = (b"{", b"not json", b"[1]", b'"text"', b"7", b"{}}", b"\xff\xfe", b"null")
 
 WRONG: list[tuple[str, Any, str]] = [
     (INIT, {}, "init_info"),
@@ -146,7 +146,11 @@ async def test_calls_in_the_wrong_phase_are_409_with_what_to_do() -> None:
     """Nothing is sent, and each message names the next step."""
     async with case_of() as case:
         before = await _seen(case)
-        for path, body in ((START, None), (UPDATE, {"update_info": {"names": ["a"]}}), (FINISH, {})):
+        for path, body in (
+            (START, None),
+            (UPDATE, {"update_info": {"names": ["a"]}}),
+            (FINISH, {}),
+        ):
             check_error(await case.post(path, body), 409, "/init_weight_transfer_engine first")
         await _check_untouched(case, before)
         assert (await case.init()).status_code == 200

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import pytest
 
 from fleet.sim import SimOptions
 from tests.cases.conftest import FINISH, INIT, START, UPDATE, Case, case_of, check_error, update_of
@@ -46,7 +45,11 @@ CALLS: list[Row] = [
     ("/sleep?level=0&mode=keep", None, {"status": "sleeping", "level": 0}),
     ("/wake_up", None, {"status": "awake", "tags": None}),
     ("/sleep?level=2&mode=abort", None, {"status": "sleeping", "level": 2}),
-    ("/wake_up?tags=weights&tags=kv_cache", {}, {"status": "awake", "tags": ["weights", "kv_cache"]}),
+    (
+        "/wake_up?tags=weights&tags=kv_cache",
+        {},
+        {"status": "awake", "tags": ["weights", "kv_cache"]},
+    ),
     ("/pause?mode=abort", None, {"status": "paused"}),
     ("/release_kv_cache_memory", None, {"status": "kv_cache_released"}),
     ("/wake_up", None, {"status": "awake", "tags": None}),
@@ -182,12 +185,12 @@ async def test_collective_rpc_is_refused_unless_an_operator_turned_it_on() -> No
         assert answer["results"] == [None, None, None]
 
 
-@pytest.mark.parametrize("path", ["/nowhere", "/fleet/nowhere", "/pause/all"])
-async def test_an_unknown_path_is_404_in_our_shape(path: str) -> None:
+async def test_an_unknown_path_is_404_in_our_shape() -> None:
     """The message names what was asked."""
     async with case_of() as case:
-        check_error(await case.post(path), 404, path)
-        check_error(await case.http.get(path), 404, path)
+        for path in ("/nowhere", "/fleet/nowhere", "/pause/all"):
+            check_error(await case.post(path), 404, path)
+            check_error(await case.http.get(path), 404, path)
 
 
 async def test_a_wrong_method_is_405_in_our_shape_and_does_nothing() -> None:

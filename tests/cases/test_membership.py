@@ -213,7 +213,9 @@ async def _check_next_group(case: Case, workers: int) -> None:
 
 async def _check_only_current_ones_serve(case: Case, count: int) -> None:
     """Rollouts go to those that hold the committed version, and to no one else."""
-    current = {r.id for r, s in zip(case.replicas, await case.states(), strict=True) if s == "ready"}
+    current = {
+        r.id for r, s in zip(case.replicas, await case.states(), strict=True) if s == "ready"
+    }
     assert len(current) == count
     answers = await asyncio.gather(*(case.complete() for _ in range(8)))
     assert {answer.headers["X-Fleet-Replica"] for answer in answers} == current

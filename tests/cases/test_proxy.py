@@ -1,4 +1,4 @@
-"""The rollout path: byte for byte in both directions, streams as they come, disconnects upstream."""
+"""The rollout path: byte for byte both ways, streams as they come, disconnects upstream."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import gzip
 import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
 
 from gateway.settings_model import Settings
-from tests.cases.conftest import case_of, check_error, fast, nccl
+from tests.cases.conftest import Case, case_of, check_error, fast, nccl
 from tests.cases.raw_http import (
     Message,
     RawReplica,
@@ -36,51 +37,58 @@ BODIES = [
     b"",
     os.urandom(300_000),
 ]
+TARGETS = [
+    "/v1/completions?a=1&a=2&b=%20%2f+%C3%A9&c=",
+    "/v1/responses/resp%2F1%20x/cancel",
+    "/v1/files/a+b;c=d",
+    "/inference/v1/generate?x=%7B%22y%22%3A1%7D",
+    "/v1//double/../dots",
+]
 
 
-@pytest.mark.parametrize("body", BODIES, ids=["dupes", "text", "gzip", "junk", "empty", "large"])
-async def test_bodies_pass_unchanged_in_both_directions(body: bytes) -> None:
+async def test_bodies_pass_unchanged_in_both_directions() -> None:
     """No decoding, no re-encoding, no (de)compression; the headers that describe them stay too."""
-    reply = answer_of(body[::-1], "Content-Type: a/b", "Content-Encoding: gzip", "ETag: x")
-    async with _behind(answering(reply)) as (served, replica):
-        raw = request_of(COMPLETIONS, body, "Content-Type: c/d", "Content-Encoding: gzip")
-        answer = await exchange(served.url, raw)
-        [seen] = replica.requests
-        assert seen.body == body
-        assert seen.values("content-type") == ["c/d"]
-        assert seen.values("content-encoding") == ["gzip"]
-        assert answer.body == body[::-1]
-        assert answer.values("content-type") == ["a/b"]
-        assert answer.values("content-encoding") == ["gzip"]
-        assert answer.values("etag") == ["x"]
+
+    async def reverse(
+        request: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        del reader
+        described = ("Content-Type: a/b", "Content-Encoding: gzip", "ETag: x")
+        writer.write(answer_of(request.body[::-1], *described))
+
+    async with _behind(reverse) as (served, replica):
+        for body in BODIES:
+            raw = request_of(COMPLETIONS, body, "Content-Type: c/d", "Content-Encoding: gzip")
+            answer = await exchange(served.url, raw)
+            seen = replica.requests[-1]
+            assert seen.body == body
+            assert seen.values("content-type") == ["c/d"]
+            assert seen.values("content-encoding") == ["gzip"]
+            assert answer.body == body[::-1]
+            assert answer.values("content-type") == ["a/b"]
+            assert answer.values("content-encoding") == ["gzip"]
+            assert answer.values("etag") == ["x"]
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        "/v1/completions?a=1&a=2&b=%20%2f+%C3%A9&c=",
-        "/v1/responses/resp%2F1%20x/cancel",
-        "/v1/files/a+b;c=d",
-        "/inference/v1/generate?x=%7B%22y%22%3A1%7D",
-        "/v1//double/../dots",
-    ],
-)
-async def test_targets_pass_unchanged(target: str) -> None:
+async def test_targets_pass_unchanged() -> None:
     """Query order, repetitions and percent-encoding are the client's."""
     async with _behind(answering(answer_of(b"{}"))) as (served, replica):
-        assert (await exchange(served.url, request_of(target, b"{}"))).first_line.endswith("200 OK")
-        assert replica.requests[0].target == target
+        for target in TARGETS:
+            answer = await exchange(served.url, request_of(target, b"{}"))
+            assert answer.first_line.endswith("200 OK")
+            assert replica.requests[-1].target == target
 
 
-@pytest.mark.parametrize("method", ["GET", "DELETE", "PUT"])
-async def test_methods_and_statuses_pass_unchanged(method: str) -> None:
+async def test_methods_and_statuses_pass_unchanged() -> None:
     """What the replica says of a request is the answer, errors included."""
     reply = answer_of(b'{"detail":"no"}', "Content-Type: application/json", status="418 No")
     async with _behind(answering(reply)) as (served, replica):
-        answer = await exchange(served.url, request_of("/v1/responses/1", b"", method=method))
-        assert answer.first_line.split(" ")[1] == "418"
-        assert answer.body == b'{"detail":"no"}'
-        assert replica.requests[0].first_line.startswith(f"{method} /v1/responses/1 ")
+        for method in ("GET", "DELETE", "PUT"):
+            raw = request_of("/v1/responses/1", b"", method=method)
+            answer = await exchange(served.url, raw)
+            assert answer.first_line.split(" ")[1] == "418"
+            assert answer.body == b'{"detail":"no"}'
+            assert replica.requests[-1].first_line.startswith(f"{method} /v1/responses/1 ")
 
 
 async def test_hop_by_hop_headers_are_dropped_in_both_directions() -> None:
@@ -102,14 +110,14 @@ async def test_hop_by_hop_headers_are_dropped_in_both_directions() -> None:
             "Connection: close, X-Mine",
             "X-Mine: 1",
             "Keep-Alive: 1",
-            "TE: trailers",
+            "Upgrade: x",
             "Proxy-Authorization: Basic eA==",
             "X-Kept: 1",
             "X-Kept: 2",
         )
         answer = await exchange(served.url, raw)
         [seen] = replica.requests
-        for dropped in ("x-mine", "keep-alive", "te", "proxy-authorization"):
+        for dropped in ("x-mine", "keep-alive", "upgrade", "proxy-authorization"):
             assert not seen.values(dropped)
         assert seen.values("x-kept") == ["1", "2"]
         for dropped in ("x-private", "proxy-authenticate", "keep-alive", "x-forwarded-for"):
@@ -234,9 +242,8 @@ async def test_a_stream_that_breaks_is_broken_off_and_not_replayed() -> None:
         body = {"prompt": "x", "max_tokens": 50, "stream": True}
         pieces: list[bytes] = []
         with pytest.raises(httpx.RemoteProtocolError):
-            async with case.http.stream("POST", COMPLETIONS, json=body) as answer:
-                assert answer.status_code == 200
-                pieces.extend([piece async for piece in answer.aiter_raw()])
+            await _read_into(pieces, case, body)
+        assert pieces
         assert b"[DONE]" not in b"".join(pieces)
         await wait_until(lambda: _is_idle(case.served))
         assert sum(len(replica.faults.as_json()) for replica in case.replicas) == 2
@@ -294,6 +301,12 @@ def _chunk(data: bytes) -> bytes:
 async def _read_first(served: Served) -> None:
     async with served.http.stream("POST", COMPLETIONS) as answer:
         assert await anext(answer.aiter_raw()) == b"1"
+
+
+async def _read_into(pieces: list[bytes], case: Case, body: Any) -> None:
+    async with case.http.stream("POST", COMPLETIONS, json=body) as answer:
+        async for piece in answer.aiter_raw():
+            pieces.append(piece)  # noqa: PERF401 (what came before the break counts)
 
 
 async def _post(served: Served) -> None:

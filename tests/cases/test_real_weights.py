@@ -1,4 +1,4 @@
-"""Rounds with real tensors and a real trainer: what fails, what is told, what is held afterwards."""
+"""Rounds with real tensors and a real trainer: what fails, what is told, what is held then."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from fleet.sim import SimOptions
+from fleet.sim.faults import Action
 from fleet.sim.generation import expected_text
 from fleet.sim.trainer import SimTrainer, TrainerError
 from fleet.sim.weights import build_state_dict, replica_checksum
@@ -17,7 +18,7 @@ from tests.cases.conftest import UPDATE, Case, case_of, fast
 
 @pytest.mark.parametrize("kind", ["status", "die", "hang"])
 async def test_an_update_that_failed_on_one_leaves_no_one_serving_until_it_is_repeated(
-    kind: str,
+    kind: Action,
 ) -> None:
     """The others sat in the broadcast; a new init and a full update give all the same weights."""
     async with _gloo(update_s=1.5) as (case, trainer):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
 from tests.cases.conftest import (
     FINISH,
     NAMES,
@@ -63,8 +61,7 @@ async def test_without_auto_version_the_label_stays_what_it_was() -> None:
 BAD_LABELS: list[Any] = ["", "a b", "naïve", "v\n1", "x" * 129, 7, 1.5, True, [], {}]
 
 
-@pytest.mark.parametrize("label", BAD_LABELS)
-async def test_a_label_that_cannot_be_one_is_refused_and_nothing_changes(label: Any) -> None:
+async def test_a_label_that_cannot_be_one_is_refused_and_nothing_changes() -> None:
     """1 to 128 printable ASCII characters without spaces; the round stays open for a better one."""
     async with case_of() as case:
         await case.first_sync("good")
@@ -72,8 +69,9 @@ async def test_a_label_that_cannot_be_one_is_refused_and_nothing_changes(label: 
         assert (await case.update()).status_code == 200
         before = await case.fleet()
         case.forget_logs()
-        check_error(await case.post(FINISH, {"weight_version": label}), 400)
-        check_error(await case.post(RELABEL, {"new_version": label}), 400)
+        for label in BAD_LABELS:
+            check_error(await case.post(FINISH, {"weight_version": label}), 400)
+            check_error(await case.post(RELABEL, {"new_version": label}), 400)
         assert case.all_sent() == [[], [], []]
         assert await case.fleet() == before
         assert (await case.finish("x" * 128)).status_code == 200
