@@ -29,6 +29,11 @@ Parse = Callable[[bytearray], T]
 CLIENT_CLOSED = 499
 """What is written down for a caller that left; nobody reads it."""
 
+REPEATABLE = frozenset(
+    {"/abort_requests", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"}
+)
+"""Calls that must reach the replicas each time: what came in since the last one counts."""
+
 
 class Desk:
     """Takes control calls in and hands their answers out."""
@@ -67,7 +72,7 @@ class Desk:
     async def _carry_out(
         self, request: Request, body: bytearray, work: Callable[[], Awaitable[Any]]
     ) -> Any:
-        if request.method == "GET":
+        if request.method == "GET" or request.url.path in REPEATABLE:
             return await work()
         call = ControlCall(
             path=request.url.path,
