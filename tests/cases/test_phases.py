@@ -282,6 +282,27 @@ async def test_a_pause_whose_caller_left_does_not_answer_a_later_pause() -> None
         assert [r.engine.paused for r in case.replicas] == ["abort"] * 3
 
 
+async def test_an_abort_whose_caller_left_does_not_answer_a_later_abort() -> None:
+    """What came in between must be aborted too."""
+    async with case_of(nccl(1, token_delay_ms=5)) as case:
+        case.replicas[0].faults.add("/abort_requests", "delay", seconds=0.3)
+        with pytest.raises(httpx.ReadTimeout):
+            await case.post("/abort_requests", {}, timeout=0.1)
+        await wait_until(lambda: _has_answered(case, "/abort_requests", 1))
+        rollout = asyncio.ensure_future(case.complete(max_tokens=5000))
+        await wait_until(lambda: _is_running(case))
+        assert (await case.ok("/abort_requests", {}))["aborted"] == 1
+        assert (await rollout).json()["choices"][0]["finish_reason"] == "abort"
+
+
+async def _has_answered(case: Case, path: str, times: int) -> bool:
+    return [call.status for call in posts(case.replicas[0], path)] == [200] * times
+
+
+async def _is_running(case: Case) -> bool:
+    return case.replicas[0].stats()["running"] == 1
+
+
 async def _leave_during_an_update(case: Case) -> None:
     call = asyncio.ensure_future(case.update())
 
