@@ -69,6 +69,10 @@ class Desk:
         self._count(request, response.status_code, started)
         return response
 
+    def forget(self) -> None:
+        """Let no later call meet one that is on its way: an operator has abandoned its round."""
+        self._flights.forget()
+
     async def _carry_out(
         self, request: Request, body: bytearray, work: Callable[[], Awaitable[Any]]
     ) -> Any:

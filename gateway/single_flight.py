@@ -68,6 +68,10 @@ class SingleFlight:
             self._owner.create_task(flight.fly(work), name=f"control {call.path}")
         return await flight.wait(receive)
 
+    def forget(self) -> None:
+        """Let no later call meet one from before: the round that those belonged to is abandoned."""
+        self._flights.clear()
+
     def _forget_old(self) -> None:
         oldest = monotonic() - STORED_S
         over = [n for n, f in self._flights.items() if f.ended_at is not None]

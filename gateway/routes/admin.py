@@ -115,6 +115,7 @@ async def reset(request: Request) -> Response:
 
     async def act(_: None) -> dict[str, Any]:
         outcomes = await gateway.coordinator.reset(caller_of(request))
+        gateway.desk.forget()  # a call that hangs must not swallow the next round's equal one
         state = gateway.ledger.state
         fenced = {r.id: r.fence for r in state.replicas.values() if r.fence}
         wedged = {r.id: r.wedged for r in state.replicas.values() if r.wedged}
