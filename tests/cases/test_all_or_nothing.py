@@ -7,6 +7,7 @@ taken back on the others, and that the fleet recovers by a new init and a full u
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 import httpx
@@ -26,6 +27,7 @@ from tests.cases.conftest import (
     outcomes_of,
     posts,
 )
+from tests.waiting import wait_until
 
 PATHS = {"init": INIT, "pause": "/pause", "start": START, "update": UPDATE, "finish": FINISH}
 HANG_S = 1.2
@@ -183,6 +185,52 @@ async def test_a_start_that_cannot_be_undone_fences_that_replica_and_does_not_re
         assert case.replicas[0].engine.session == "model"
         assert await case.version() == "good"
         await _recover(case)
+
+
+async def test_a_finish_that_only_some_completed_is_recorded_member_by_member() -> None:
+    """They hold a label that is not committed: the record says who, and none of them serves."""
+    async with case_of() as case:
+        await case.first_sync("good")
+        case.replicas[1].faults.add(FINISH, "status")
+        assert (await case.start()).status_code == 200
+        assert (await case.update()).status_code == 200
+        check_error(await case.finish("bad"), 424)
+        [failed, _] = await case.rounds()
+        assert (failed["result"], failed["version"]) == ("failed", "bad")
+        finishing = next(p for p in failed["phases"] if p["phase"] == "finishing")
+        told = {r: outcome["outcome"] for r, outcome in finishing["replicas"].items()}
+        assert [told[r.id] for r in case.replicas] == ["ok", "failed", "ok"]
+        found = (await case.http.get("/fleet/replicas")).json()["replicas"]
+        assert [r["weight_version"] for r in found] == ["bad", "good", "bad"]
+        assert {r["state"] for r in found} == {"fenced"}
+        assert await case.version() == "good"
+
+
+async def test_a_reset_ends_a_round_whose_update_hangs() -> None:
+    """Its call is told so; who is silent is left out; the others go on, with equal bodies too."""
+    async with case_of() as case:
+        await case.first_sync("good")
+        case.replicas[1].faults.add(UPDATE, "hang")
+        assert (await case.start()).status_code == 200
+        hanging = asyncio.ensure_future(case.update())
+        await wait_until(lambda: _all_were_asked(case))
+        said = await case.ok("/fleet/reset")
+        assert set(said["wedged"]) == {case.replicas[1].id}
+        assert await case.version() == "good"
+        await case.await_states("fenced", "wedged", "fenced")
+        assert (await case.init(3)).status_code == 200
+        await case.sync("healed")
+        assert await case.states() == ["ready", "wedged", "ready"]
+        await case.replicas[1].die()  # only now does its call end
+        check_error(await hanging, 409, "taken over")
+        await case.replicas[1].start()
+        await case.await_states("ready", "stale", "ready")
+        await case.first_sync("whole")
+        assert await case.states() == ["ready"] * 3
+
+
+async def _all_were_asked(case: Case) -> bool:
+    return all(len(posts(replica, UPDATE)) == 2 for replica in case.replicas)
 
 
 def _fit(state: str) -> bool:
