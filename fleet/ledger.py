@@ -2,8 +2,9 @@
 
 Every change is a pure function over the state (`advance` for weight updates, `membership.py` for
 the rest). It is applied to what this gateway knows, written only if the store still has the same
-stamp, and applied again to the newer state if not. Stamps are `generation:revision`, so a writer
-of an old generation can never overwrite a newer one.
+stamp, and applied again to the newer state if not; a refusal, too, counts only if it stands on the
+store's newest state. Stamps are `generation:revision:` and a random word, so a writer of an old
+generation can never overwrite a newer one, nor mistake the stamps of a store that came back empty.
 
 Whoever must follow the state (the gate, the metrics) subscribes with `watch`.
 """
@@ -14,10 +15,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from time import time
+from uuid import uuid4
 
 import msgspec
 
-from fleet.errors import StoreUnavailable, WrongPhase
+from fleet.errors import FleetError, StoreUnavailable, WrongPhase
 from fleet.events import Action, Event
 from fleet.rounds import advance
 from fleet.state import FleetState, Round
@@ -30,7 +32,9 @@ ROUNDS = "rounds"
 EVENTS = "events"
 ROUNDS_KEPT = 200
 EVENTS_KEPT = 10_000
-ATTEMPTS = 20
+ATTEMPTS = 200
+"""How often a change is made again on a newer state. Who lost needs two round trips for the next
+attempt, who won only one, so a busy gateway may win many times in a row."""
 
 Watcher = Callable[[FleetState], None]
 
@@ -81,7 +85,12 @@ class Ledger:
             if self._doubtful:
                 await self._reload()
             for _ in range(ATTEMPTS):
-                state = change(self.state)
+                try:
+                    state = change(self.state)
+                except FleetError:
+                    if not await self._caught_up():
+                        raise
+                    continue
                 if state is self.state or await self._save(state):
                     return state
                 await self._reload()
@@ -114,8 +123,14 @@ class Ledger:
         return saved
 
     def _next_stamp(self, state: FleetState) -> str:
-        revision = int(self._stamp.rpartition(":")[2]) if self._stamp else 0
-        return f"{state.generation}:{revision + 1}"
+        revision = int(self._stamp.split(":")[1]) if self._stamp else 0
+        return f"{state.generation}:{revision + 1}:{uuid4().hex[:8]}"
+
+    async def _caught_up(self) -> bool:
+        """Read the state again; say whether it is newer than what this gateway knew."""
+        before = self._stamp
+        await self._reload()
+        return self._stamp not in (None, before)
 
     async def _reload(self) -> None:
         entry = await self.store.load(STATE)

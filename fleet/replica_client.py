@@ -79,6 +79,7 @@ class ReplicaClient:
         self._fresh = fresh
         self.pooled = pooled
         self._headers: dict[str, str] = {"Authorization": f"Bearer {token}"} if token else {}
+        self._asking = {"Accept-Encoding": "identity"} | self._headers  # answers are read as is
 
     @property
     def headers(self) -> dict[str, str]:
@@ -94,7 +95,9 @@ class ReplicaClient:
         started = perf_counter()
         try:
             outcome = await self._attempt(url, call)
-        except aiohttp.ServerDisconnectedError as error:
+        except aiohttp.ClientConnectorError as error:
+            outcome = _unreachable(error)
+        except (aiohttp.ServerDisconnectedError, ConnectionError, aiohttp.ClientOSError) as error:
             outcome = await self._again(url, call, error)
         except (aiohttp.ClientError, OSError) as error:
             outcome = _unreachable(error)
@@ -103,7 +106,7 @@ class ReplicaClient:
     async def read(self, url: str, path: str) -> bytes:
         """Return the body of a GET, empty if there is none to be had."""
         try:
-            async with self.pooled.get(f"{url}{path}", headers=self._headers) as response:
+            async with self.pooled.get(f"{url}{path}", headers=self._asking) as response:
                 return await response.read() if response.status == 200 else b""
         except (aiohttp.ClientError, OSError):
             return b""
@@ -120,8 +123,9 @@ class ReplicaClient:
         session = self._fresh if call.fresh else self.pooled
         target = f"{url}{call.path}?{call.query}" if call.query else f"{url}{call.path}"
         body = SharedBody(call.body) if call.body is not None else None
+        headers = {**self._asking, **call.headers}
         async with session.request(
-            call.method, target, data=body, headers={**self._headers, **call.headers}
+            call.method, target, data=body, headers=headers, allow_redirects=False
         ) as response:
             return judge(response.status, await response.read())
 

@@ -190,6 +190,7 @@ def test_a_refusal_has_the_kind_and_the_next_step_of_its_moment(
 ) -> None:
     """Cases 8 and 9: who holds the round, or that there is nothing to finish."""
     refusal = what_next(fleet_in(phase), event, "call")
+    assert refusal is not None
     assert type(refusal) is kind
     assert hint in (refusal.hint or "")
 

@@ -211,7 +211,8 @@ def test_servers_of_one_deployment_that_contradict_each_other_are_refused(
     """Ranks guessed from a contradiction would hang the rendezvous."""
     facts: dict[str, Any] = {"workers": 2, "deployment": "d:1", "servers": 2}
     first = replica("a", topology=Topology(**facts, index=0))
-    second = replica("b", topology=Topology(**(facts | {"index": 1} | changes)))
+    other: dict[str, Any] = facts | {"index": 1} | changes
+    second = replica("b", topology=Topology(**other))
     with pytest.raises(LayoutUnsupported, match=told):
         lay_out([first, second])
 

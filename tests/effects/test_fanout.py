@@ -1,0 +1,289 @@
+"""Fan-out: everyone at once, an answer at the first failure, and nobody forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from fleet.fanout import Attempt, FanOut
+from fleet.outcome import Outcome, Result
+from fleet.owner import task_owner
+from tests.fleets import FAILED, OK, UNREACHABLE
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+LONG = 30.0
+SHORT = 0.02
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_complained_about(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """An exception that nobody retrieved would only show in the log of asyncio."""
+    yield
+    assert [r.message for r in caplog.records if r.name == "asyncio"] == []
+
+
+@pytest.fixture
+async def owner() -> AsyncIterator[asyncio.TaskGroup]:
+    """The group that outlives requests."""
+    async with task_owner() as group, asyncio.timeout(LONG):
+        yield group
+
+
+@pytest.fixture
+async def fan_out(owner: asyncio.TaskGroup) -> FanOut:
+    """A fan-out over that group."""
+    return FanOut(owner)
+
+
+class Lates:
+    """Who was reported late, and a way to wait for it."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, Result]] = []
+        self._more = asyncio.Condition()
+
+    async def __call__(self, replica: str, outcome: Outcome) -> None:
+        async with self._more:
+            self.heard.append((replica, outcome.outcome))
+            self._more.notify_all()
+
+    async def count(self, expected: int) -> None:
+        """Return when that many have been reported."""
+        async with self._more:
+            await self._more.wait_for(lambda: len(self.heard) >= expected)
+
+
+def answers(outcome: Outcome = OK) -> Attempt:
+    """Return an attempt that is answered at once."""
+
+    async def attempt() -> Outcome:
+        return outcome
+
+    return attempt
+
+
+def answers_after(event: asyncio.Event, outcome: Outcome = OK) -> Attempt:
+    """Return an attempt that is answered when the event is set."""
+
+    async def attempt() -> Outcome:
+        await event.wait()
+        return outcome
+
+    return attempt
+
+
+def breaks() -> Attempt:
+    """Return an attempt with a bug."""
+
+    async def attempt() -> Outcome:
+        raise ZeroDivisionError
+
+    return attempt
+
+
+def words(outcomes: dict[str, Outcome]) -> dict[str, str]:
+    """Return the word for each replica."""
+    return {replica: outcome.outcome.value for replica, outcome in outcomes.items()}
+
+
+@pytest.mark.parametrize("collective", [True, False])
+async def test_three_hundred_calls_are_all_in_flight_at_once(
+    fan_out: FanOut, collective: bool
+) -> None:
+    """A collective returns only when all have entered, so any cap would hang it."""
+    barrier = asyncio.Barrier(300)
+
+    async def attempt() -> Outcome:
+        await barrier.wait()
+        return OK
+
+    attempts: dict[str, Attempt] = {f"r{n}": attempt for n in range(300)}
+    if collective:
+        outcomes = await fan_out.gather_collective(attempts, LONG, Lates())
+    else:
+        outcomes = await fan_out.ask(attempts, LONG)
+    assert list(outcomes) == list(attempts)
+    assert set(words(outcomes).values()) == {"ok"}
+
+
+async def test_a_collective_answers_at_the_first_failure(fan_out: FanOut) -> None:
+    """The siblings of a dead member would only answer when their own deadline passes."""
+    stuck = asyncio.Event()
+    attempts = {"a": answers(), "b": answers(FAILED), "c": answers_after(stuck)}
+    outcomes = await fan_out.gather_collective(attempts, LONG, Lates())
+    assert words(outcomes) == {"a": "ok", "b": "failed", "c": "wedged"}
+    assert fan_out.in_flight() == {"c"}
+
+
+async def test_who_was_silent_is_reported_late_exactly_once(fan_out: FanOut) -> None:
+    """And is not in flight any more when that is said."""
+    stuck, lates = asyncio.Event(), Lates()
+    attempts = {
+        "a": answers_after(stuck),
+        "b": answers(FAILED),
+        "c": answers_after(stuck, UNREACHABLE),
+    }
+    await fan_out.gather_collective(attempts, LONG, lates)
+    assert lates.heard == []
+    stuck.set()
+    await lates.count(2)
+    assert sorted(lates.heard) == [("a", Result.OK), ("c", Result.UNREACHABLE)]
+    assert fan_out.in_flight() == frozenset()
+
+
+async def test_who_answered_in_time_is_never_reported_late(fan_out: FanOut) -> None:
+    """Not even those that answer in the same moment as the failure."""
+    together, lates = asyncio.Event(), Lates()
+    attempts = {f"r{n}": answers_after(together, FAILED if n == 3 else OK) for n in range(8)}
+    gathering = asyncio.ensure_future(fan_out.gather_collective(attempts, LONG, lates))
+    await asyncio.sleep(0)
+    together.set()
+    outcomes = await gathering
+    wedged = {r for r, word in words(outcomes).items() if word == "wedged"}
+    await lates.count(len(wedged))
+    assert {replica for replica, _ in lates.heard} == wedged
+    assert len(lates.heard) == len(wedged)
+
+
+async def test_a_collective_ends_at_its_deadline(fan_out: FanOut) -> None:
+    """Everyone who has not answered is wedged, and still watched."""
+    stuck, lates = asyncio.Event(), Lates()
+    attempts = {"a": answers(), "b": answers_after(stuck)}
+    outcomes = await fan_out.gather_collective(attempts, SHORT, lates)
+    assert words(outcomes) == {"a": "ok", "b": "wedged"}
+    stuck.set()
+    await lates.count(1)
+    assert lates.heard == [("b", Result.OK)]
+
+
+async def test_a_caller_that_leaves_does_not_stop_a_collective(fan_out: FanOut) -> None:
+    """Dropping the connections would free nobody; who answers later is heard."""
+    entered, stuck, lates = asyncio.Barrier(3), asyncio.Event(), Lates()
+
+    async def attempt() -> Outcome:
+        await entered.wait()
+        await stuck.wait()
+        return OK
+
+    attempts: dict[str, Attempt] = {"a": attempt, "b": attempt}
+    caller = asyncio.ensure_future(fan_out.gather_collective(attempts, LONG, lates))
+    await entered.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert fan_out.in_flight() == {"a", "b"}
+    stuck.set()
+    await lates.count(2)
+    assert fan_out.in_flight() == frozenset()
+
+
+@pytest.mark.parametrize("collective", [True, False])
+async def test_a_bug_in_one_attempt_reaches_the_caller_and_not_the_owner(
+    fan_out: FanOut, collective: bool
+) -> None:
+    """The gateway goes on; the next fan-out works."""
+    stuck, lates = asyncio.Event(), Lates()
+    attempts = {"a": answers_after(stuck), "b": breaks()}
+    calling = (
+        fan_out.gather_collective(attempts, LONG, lates)
+        if collective
+        else fan_out.ask(attempts, LONG)
+    )
+    with pytest.raises(ZeroDivisionError):
+        await calling
+    stuck.set()
+    assert words(await fan_out.ask({"a": answers()}, LONG)) == {"a": "ok"}
+    if collective:
+        await lates.count(1)
+
+
+async def test_asking_cancels_who_is_late(fan_out: FanOut) -> None:
+    """Independent calls can be taken back."""
+    cancelled = asyncio.Event()
+
+    async def attempt() -> Outcome:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        return OK
+
+    outcomes = await fan_out.ask({"a": answers(), "b": attempt}, SHORT)
+    assert words(outcomes) == {"a": "ok", "b": "timeout"}
+    assert outcomes["b"].detail == "no answer within 0.02 s"
+    await cancelled.wait()
+
+
+async def test_asking_waits_for_everyone_although_one_has_failed(fan_out: FanOut) -> None:
+    """Each replica's own outcome counts."""
+    later = asyncio.Event()
+
+    async def releases() -> Outcome:
+        later.set()
+        return FAILED
+
+    outcomes = await fan_out.ask({"a": releases, "b": answers_after(later)}, LONG)
+    assert words(outcomes) == {"a": "failed", "b": "ok"}
+
+
+async def test_a_caller_that_leaves_takes_independent_calls_with_it(fan_out: FanOut) -> None:
+    """Nobody needs them any more."""
+    entered, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def attempt() -> Outcome:
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        return OK
+
+    caller = asyncio.ensure_future(fan_out.ask({"a": attempt}, LONG))
+    await entered.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    await cancelled.wait()
+
+
+async def test_nobody_to_call_is_answered_at_once(fan_out: FanOut) -> None:
+    """An empty fan-out has no first failure to wait for."""
+    assert await fan_out.ask({}, LONG) == {}
+    assert await fan_out.gather_collective({}, LONG, Lates()) == {}
+
+
+async def test_a_replica_in_two_collectives_is_in_flight_until_both_have_ended(
+    fan_out: FanOut,
+) -> None:
+    """A probe must not disturb the second because the first has ended."""
+    first, second, lates = asyncio.Event(), asyncio.Event(), Lates()
+    for stuck in (first, second):
+        await fan_out.gather_collective({"a": answers_after(stuck)}, SHORT, lates)
+    first.set()
+    await lates.count(1)
+    assert fan_out.in_flight() == {"a"}
+    second.set()
+    await lates.count(2)
+    assert fan_out.in_flight() == frozenset()
+
+
+async def test_a_bug_in_one_look_cancels_the_others(fan_out: FanOut) -> None:
+    """Looks bound themselves, so a bug is the only way that one fails."""
+
+    async def broken() -> str:
+        raise ZeroDivisionError
+
+    async def endless() -> str:
+        await asyncio.Event().wait()
+        return "never"
+
+    async def seen() -> str:
+        return "fine"
+
+    assert await fan_out.look({"a": seen}) == {"a": "fine"}
+    with pytest.raises(ExceptionGroup):
+        await fan_out.look({"a": endless, "b": broken})
