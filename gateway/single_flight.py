@@ -64,6 +64,7 @@ class SingleFlight:
         flight = self._flights.get(call.name)
         if flight is None or not flight.answers(call):
             flight = _Flight(call, self._position)
+            self._flights.pop(call.name, None)  # or it would keep the old one's place in the queue
             self._flights[call.name] = flight
             self._owner.create_task(flight.fly(work), name=f"control {call.path}")
         return await flight.wait(receive)
