@@ -68,9 +68,18 @@ if HAS_VLLM:
         return real_fleet.servers[0]
 
     @pytest.fixture
-    def gateway(real_fleet: RealFleet, tmp_path: Path) -> Iterator[RunningGateway]:
+    def gateway_settings() -> dict[str, str]:
+        """FLEET_* variables of `gateway`; a test sets them by parametrising this."""
+        return {}
+
+    @pytest.fixture
+    def gateway(
+        real_fleet: RealFleet, tmp_path: Path, gateway_settings: dict[str, str]
+    ) -> Iterator[RunningGateway]:
         """A gateway in front of both servers; the fleet is as good as fresh."""
         for server in real_fleet.servers:
             server.post("/update_weight_version", {"new_version": "default"})
-        with running_gateway(real_fleet.urls, tmp_path / "gateway.log") as running:
+        with running_gateway(
+            real_fleet.urls, tmp_path / "gateway.log", gateway_settings
+        ) as running:
             yield running

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,13 @@ class RunningGateway:
 
 
 @contextlib.contextmanager
-def running_gateway(replicas: Sequence[str], log: Path) -> Generator[RunningGateway]:
-    """Serve these replicas on a free port, with a state of its own; stopped in any case."""
+def running_gateway(
+    replicas: Sequence[str], log: Path, settings: Mapping[str, str]
+) -> Generator[RunningGateway]:
+    """Serve these replicas on a free port, with a state of its own; stopped in any case.
+
+    `settings` are FLEET_* variables; none are taken from this process.
+    """
     port = free_port()
     command = [str(Path(sys.executable).with_name("fleet")), "serve", "--host", "127.0.0.1"]
     command += ["--port", str(port), *(f"--replica={url}" for url in replicas)]
@@ -77,7 +82,7 @@ def running_gateway(replicas: Sequence[str], log: Path) -> Generator[RunningGate
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env=environment,
+            env={**environment, **settings},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

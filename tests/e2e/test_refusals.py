@@ -73,7 +73,7 @@ def test_a_server_killed_in_the_middle_of_an_update_costs_no_rollout(
     ):
         with joined_trainer(gateway.url, world_size=3) as trainer:
             trainer.send(94)
-            kill_in_broadcast(trainer, 5, victim)
+            at_broadcast(trainer, 5, lambda: victim.signal(signal.SIGKILL))
             failure = refused(lambda: trainer.send(95), status=424)
         assert failure["replicas"][name_of(victim)]["outcome"] == "unreachable"
         gateway.wait_for_states("fenced", "gone")
@@ -88,17 +88,45 @@ def test_a_server_killed_in_the_middle_of_an_update_costs_no_rollout(
     assert survivor.alive()
 
 
-def kill_in_broadcast(trainer: TinyTrainer, number: int, victim: RealServer) -> None:
-    """Let the trainer's broadcast of this number begin with the death of a server."""
+@pytest.mark.parametrize("gateway_settings", [{"FLEET_TIMEOUTS__UPDATE_S": "5"}])
+def test_a_server_that_falls_silent_in_an_update_is_named_and_nobody_waits_for_it(
+    gateway: RunningGateway, real_fleet: RealFleet
+) -> None:
+    """The deadline ends the wait; the other is free when the collective's own time is over.
+
+    Then it goes on alone, and an init takes the silent one in once it answers again.
+    """
+    survivor, silent = real_fleet.servers
+    try:
+        with joined_trainer(gateway.url, world_size=3, timeout_s=8) as trainer:
+            trainer.send(97)
+            at_broadcast(trainer, 5, lambda: silent.signal(signal.SIGSTOP))
+            failure = refused(lambda: trainer.send(98), status=504)
+        assert failure["replicas"][name_of(silent)]["outcome"] == "wedged"
+        gateway.wait_for_states("fenced", "wedged")
+        with joined_trainer(gateway.url, world_size=2) as trainer:
+            trainer.send(99)
+            assert answered_by(gateway, trainer) == {survivor.url}
+    finally:
+        silent.signal(signal.SIGCONT)
+    gateway.wait_for_states("ready", "fenced")
+    with joined_trainer(gateway.url, world_size=3) as trainer:
+        trainer.send(100)
+        gateway.wait_for_states("ready", "ready")
+        assert answered_by(gateway, trainer) == {survivor.url, silent.url}
+
+
+def at_broadcast(trainer: TinyTrainer, number: int, act: Callable[[], None]) -> None:
+    """Let something happen just before the trainer's next broadcast of this number."""
     group = trainer.engine._group
     broadcast, count = group.broadcast, itertools.count(1)
 
-    def deadly(tensor: torch.Tensor, src: int = 0) -> None:
+    def eventful(tensor: torch.Tensor, src: int = 0) -> None:
         if next(count) == number:
-            victim.signal(signal.SIGKILL)
+            act()
         broadcast(tensor, src)
 
-    group.broadcast = deadly
+    group.broadcast = eventful
 
 
 def name_of(server: RealServer) -> str:
