@@ -175,9 +175,10 @@ def test_a_draft_round_changes_no_version_and_lifts_no_fence() -> None:
     state, actions = advance(state, FinishRequested(now=NOW, full=True))
     assert only(actions, SendFinish).version is None
     state, _ = answered(state, FinishArrived)
-    state, _ = answered(state, Resumed)
+    state, actions = answered(state, Resumed)
     assert (state.commit_index, state.weight_version) == (0, None)
     assert fences(state) == {"b"}
+    assert not only(actions, Archive).round.full
 
 
 def test_start_pauses_who_runs_and_leaves_paused_and_sleeping_ones_alone() -> None:
@@ -293,6 +294,14 @@ def test_a_member_that_restarts_just_before_its_start_counts_as_in_session() -> 
     state = observe(fleet_in(Phase.STARTING), "a", seen, NOW)
     state, _ = advance(state, ResetRequested(now=NOW, by="operator"))
     assert state.replicas["a"].fence == "round 1 was abandoned by operator"
+
+
+def test_a_member_that_restarts_just_before_its_pause_is_resumed_by_a_reset() -> None:
+    """The pause may have reached the new server."""
+    seen = Observation(instance="boot-2", topology=replica("a").topology, paused=False)
+    state = observe(fleet_in(Phase.PAUSING), "a", seen, NOW)
+    _, actions = advance(state, ResetRequested(now=NOW, by="operator"))
+    assert "a" in only(actions, Unpause).targets
 
 
 def test_the_trainers_own_pause_survives_a_round() -> None:
