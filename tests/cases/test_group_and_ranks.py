@@ -96,7 +96,7 @@ async def test_case_4_a_trainer_that_never_joins_gets_a_bounded_typed_error() ->
 
 async def test_case_4_wedged_replicas_are_left_out_of_the_next_group_and_named() -> None:
     """The next init does not wait for a corpse."""
-    async with case_of(timeouts=fast(init_s=0.3)) as case:
+    async with case_of(timeouts=fast(init_s=1.2)) as case:
         case.replicas[2].faults.add(INIT, "hang")
         check_error(await case.init(4), 504, case.replicas[2].id, "world_size=3")
         assert await case.states() == ["ready", "ready", "wedged"]

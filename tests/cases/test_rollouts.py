@@ -17,7 +17,6 @@ from tests.cases.conftest import (
     Case,
     case_of,
     check_error,
-    fast,
     nccl,
     posts,
 )
@@ -228,7 +227,7 @@ async def test_case_25_a_fleet_of_such_servers_cannot_form_a_group() -> None:
 
 async def test_a_minimum_version_that_was_never_committed_waits_then_times_out() -> None:
     """As the gate does, then 504; one that is committed meanwhile is served."""
-    async with case_of(gate=Gate(timeout_s=0.5), timeouts=fast()) as case:
+    async with case_of(gate=Gate(timeout_s=1.5)) as case:
         await case.first_sync("1")
         answer = await case.complete(X_Min_Weight_Version="1")
         assert answer.status_code == 200
