@@ -21,8 +21,7 @@ async def test_an_update_that_failed_on_one_leaves_no_one_serving_until_it_is_re
     kind: Action,
 ) -> None:
     """The others sat in the broadcast; a new init and a full update give all the same weights."""
-    limits = {"update_s": 2.0} if kind == "hang" else {}
-    async with _gloo(**limits) as (case, trainer):
+    async with _gloo(update_s=2.0 if kind == "hang" else 60.0) as (case, trainer):
         await asyncio.to_thread(trainer.init)
         await asyncio.to_thread(trainer.send_weights, build_state_dict(1))
         case.replicas[1].faults.add(UPDATE, kind)
