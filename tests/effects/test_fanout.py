@@ -39,7 +39,7 @@ async def fan_out(owner: asyncio.TaskGroup) -> FanOut:
     return FanOut(owner)
 
 
-class Lates:
+class LateOnes:
     """Who was reported late, and a way to wait for it."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ async def test_three_hundred_calls_are_all_in_flight_at_once(
 
     attempts: dict[str, Attempt] = {f"r{n}": attempt for n in range(300)}
     if collective:
-        outcomes = await fan_out.gather_collective(attempts, LONG, Lates())
+        outcomes = await fan_out.gather_collective(attempts, LONG, LateOnes())
     else:
         outcomes = await fan_out.ask(attempts, LONG)
     assert list(outcomes) == list(attempts)
@@ -114,55 +114,55 @@ async def test_a_collective_answers_at_the_first_failure(fan_out: FanOut) -> Non
     """The siblings of a dead member would only answer when their own deadline passes."""
     stuck = asyncio.Event()
     attempts = {"a": answers(), "b": answers(FAILED), "c": answers_after(stuck)}
-    outcomes = await fan_out.gather_collective(attempts, LONG, Lates())
+    outcomes = await fan_out.gather_collective(attempts, LONG, LateOnes())
     assert words(outcomes) == {"a": "ok", "b": "failed", "c": "wedged"}
     assert fan_out.in_flight() == {"c"}
 
 
 async def test_who_was_silent_is_reported_late_exactly_once(fan_out: FanOut) -> None:
     """And is not in flight any more when that is said."""
-    stuck, lates = asyncio.Event(), Lates()
+    stuck, late_ones = asyncio.Event(), LateOnes()
     attempts = {
         "a": answers_after(stuck),
         "b": answers(FAILED),
         "c": answers_after(stuck, UNREACHABLE),
     }
-    await fan_out.gather_collective(attempts, LONG, lates)
-    assert lates.heard == []
+    await fan_out.gather_collective(attempts, LONG, late_ones)
+    assert late_ones.heard == []
     stuck.set()
-    await lates.count(2)
-    assert sorted(lates.heard) == [("a", Result.OK), ("c", Result.UNREACHABLE)]
+    await late_ones.count(2)
+    assert sorted(late_ones.heard) == [("a", Result.OK), ("c", Result.UNREACHABLE)]
     assert fan_out.in_flight() == frozenset()
 
 
 async def test_who_answered_in_time_is_never_reported_late(fan_out: FanOut) -> None:
     """Not even those that answer in the same moment as the failure."""
-    together, lates = asyncio.Event(), Lates()
+    together, late_ones = asyncio.Event(), LateOnes()
     attempts = {f"r{n}": answers_after(together, FAILED if n == 3 else OK) for n in range(8)}
-    gathering = asyncio.ensure_future(fan_out.gather_collective(attempts, LONG, lates))
+    gathering = asyncio.ensure_future(fan_out.gather_collective(attempts, LONG, late_ones))
     await asyncio.sleep(0)
     together.set()
     outcomes = await gathering
     wedged = {r for r, word in words(outcomes).items() if word == "wedged"}
-    await lates.count(len(wedged))
-    assert {replica for replica, _ in lates.heard} == wedged
-    assert len(lates.heard) == len(wedged)
+    await late_ones.count(len(wedged))
+    assert {replica for replica, _ in late_ones.heard} == wedged
+    assert len(late_ones.heard) == len(wedged)
 
 
 async def test_a_collective_ends_at_its_deadline(fan_out: FanOut) -> None:
     """Everyone who has not answered is wedged, and still watched."""
-    stuck, lates = asyncio.Event(), Lates()
+    stuck, late_ones = asyncio.Event(), LateOnes()
     attempts = {"a": answers(), "b": answers_after(stuck)}
-    outcomes = await fan_out.gather_collective(attempts, SHORT, lates)
+    outcomes = await fan_out.gather_collective(attempts, SHORT, late_ones)
     assert words(outcomes) == {"a": "ok", "b": "wedged"}
     stuck.set()
-    await lates.count(1)
-    assert lates.heard == [("b", Result.OK)]
+    await late_ones.count(1)
+    assert late_ones.heard == [("b", Result.OK)]
 
 
 async def test_a_caller_that_leaves_does_not_stop_a_collective(fan_out: FanOut) -> None:
     """Dropping the connections would free nobody; who answers later is heard."""
-    entered, stuck, lates = asyncio.Barrier(3), asyncio.Event(), Lates()
+    entered, stuck, late_ones = asyncio.Barrier(3), asyncio.Event(), LateOnes()
 
     async def attempt() -> Outcome:
         await entered.wait()
@@ -170,14 +170,14 @@ async def test_a_caller_that_leaves_does_not_stop_a_collective(fan_out: FanOut) 
         return OK
 
     attempts: dict[str, Attempt] = {"a": attempt, "b": attempt}
-    caller = asyncio.ensure_future(fan_out.gather_collective(attempts, LONG, lates))
+    caller = asyncio.ensure_future(fan_out.gather_collective(attempts, LONG, late_ones))
     await entered.wait()
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
     assert fan_out.in_flight() == {"a", "b"}
     stuck.set()
-    await lates.count(2)
+    await late_ones.count(2)
     assert fan_out.in_flight() == frozenset()
 
 
@@ -186,10 +186,10 @@ async def test_a_bug_in_one_attempt_reaches_the_caller_and_not_the_owner(
     fan_out: FanOut, collective: bool
 ) -> None:
     """The gateway goes on; the next fan-out works."""
-    stuck, lates = asyncio.Event(), Lates()
+    stuck, late_ones = asyncio.Event(), LateOnes()
     attempts = {"a": answers_after(stuck), "b": breaks()}
     calling = (
-        fan_out.gather_collective(attempts, LONG, lates)
+        fan_out.gather_collective(attempts, LONG, late_ones)
         if collective
         else fan_out.ask(attempts, LONG)
     )
@@ -198,7 +198,7 @@ async def test_a_bug_in_one_attempt_reaches_the_caller_and_not_the_owner(
     stuck.set()
     assert words(await fan_out.ask({"a": answers()}, LONG)) == {"a": "ok"}
     if collective:
-        await lates.count(1)
+        await late_ones.count(1)
 
 
 async def test_asking_cancels_who_is_late(fan_out: FanOut) -> None:
@@ -253,21 +253,21 @@ async def test_a_caller_that_leaves_takes_independent_calls_with_it(fan_out: Fan
 async def test_nobody_to_call_is_answered_at_once(fan_out: FanOut) -> None:
     """An empty fan-out has no first failure to wait for."""
     assert await fan_out.ask({}, LONG) == {}
-    assert await fan_out.gather_collective({}, LONG, Lates()) == {}
+    assert await fan_out.gather_collective({}, LONG, LateOnes()) == {}
 
 
 async def test_a_replica_in_two_collectives_is_in_flight_until_both_have_ended(
     fan_out: FanOut,
 ) -> None:
     """A probe must not disturb the second because the first has ended."""
-    first, second, lates = asyncio.Event(), asyncio.Event(), Lates()
+    first, second, late_ones = asyncio.Event(), asyncio.Event(), LateOnes()
     for stuck in (first, second):
-        await fan_out.gather_collective({"a": answers_after(stuck)}, SHORT, lates)
+        await fan_out.gather_collective({"a": answers_after(stuck)}, SHORT, late_ones)
     first.set()
-    await lates.count(1)
+    await late_ones.count(1)
     assert fan_out.in_flight() == {"a"}
     second.set()
-    await lates.count(2)
+    await late_ones.count(2)
     assert fan_out.in_flight() == frozenset()
 
 
