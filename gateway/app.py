@@ -35,14 +35,12 @@ from gateway.errors import body_of, headers_of, shape, status_of
 from gateway.gate import RolloutGate
 from gateway.metrics import Metrics
 from gateway.proxy import RolloutProxy
+from gateway.rollouts import Rollouts, is_rollout
 from gateway.routes import admin, control, ops
 from gateway.settings_model import DeploymentKind, Settings
 from gateway.single_flight import SingleFlight
 
 log = logging.getLogger(__name__)
-
-FRAMEWORK_PATHS = frozenset({"/v1/models", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-"""Paths that look like rollouts but concern every replica."""
 
 
 class Application:
@@ -53,12 +51,10 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand rollouts to the proxy, everything else to FastAPI."""
-        if scope["type"] == "http":
-            path: str = scope["path"]
-            if RolloutProxy.takes(path) and path not in FRAMEWORK_PATHS:
-                gateway: Gateway = self.framework.state.gateway
-                await gateway.proxy(scope, receive, send)
-                return
+        if scope["type"] == "http" and is_rollout(scope["path"].encode()):
+            gateway: Gateway = self.framework.state.gateway
+            await gateway.proxy(scope, receive, send)
+            return
         await self.framework(scope, receive, send)
 
 
@@ -97,6 +93,7 @@ async def open_gateway(settings: Settings) -> AsyncGenerator[Gateway]:
         await gateway.registry.sweep()
         owner.create_task(gateway.registry.run(), name="probe replicas")
         yield gateway
+        gateway.rollouts.upstreams.close()
 
 
 async def _assemble(
@@ -118,6 +115,7 @@ async def _assemble(
     def suspect(replica: str) -> None:
         fan_out.spawn(registry.suspect(replica), name=f"verify {replica}")
 
+    rollouts = Rollouts(gate, metrics, settings, suspect)
     return Gateway(
         settings=settings,
         store=store,
@@ -127,7 +125,8 @@ async def _assemble(
         controls=Controls(ledger, performer, gate, options),
         gate=gate,
         client=client,
-        proxy=RolloutProxy(gate, client, settings, metrics, suspect),
+        rollouts=rollouts,
+        proxy=RolloutProxy(rollouts, settings),
         desk=Desk(
             settings, ledger, SingleFlight(owner, lambda: position_of(ledger.state)), metrics
         ),

@@ -16,6 +16,7 @@ from gateway.desk import Desk
 from gateway.gate import RolloutGate
 from gateway.metrics import Metrics
 from gateway.proxy import RolloutProxy
+from gateway.rollouts import Rollouts
 from gateway.settings_model import Settings
 
 
@@ -32,6 +33,7 @@ class Gateway:
     gate: RolloutGate
     client: ReplicaClient
     proxy: RolloutProxy
+    rollouts: Rollouts
     desk: Desk
     metrics: Metrics
 

@@ -65,6 +65,9 @@ class RolloutGate:
         self._line: dict[_Waiting, None] = {}
         self._held_bytes = 0
         self._eligible: dict[str, Replica] = {}
+        self._eligible_ids: list[str] = []
+        self.version = UNSET_VERSION
+        self.kv = "current"
         self._state: FleetState | None = None
         self._dispatched = 0
         self._sending = 0
@@ -79,6 +82,9 @@ class RolloutGate:
         """Take over a new state of the fleet; whoever may go now, goes."""
         self._state = state
         self._eligible = {} if state.fleet_paused else {r.id: r for r in state.ready()}
+        self._eligible_ids = list(self._eligible)
+        self.version = state.weight_version or UNSET_VERSION
+        self.kv = state.kv
         if state.fleet_paused:
             self.closed_since = self.closed_since or time()
         else:
@@ -105,17 +111,11 @@ class RolloutGate:
         """How many bytes of request bodies wait in the line."""
         return self._held_bytes
 
-    @property
-    def kv(self) -> str:
-        """What the prefix caches rest on: `current`, or `mixed` with older weights."""
-        return self._state.kv if self._state else "current"
-
-    @property
-    def version(self) -> str:
-        """The committed version, as labels say it."""
-        return (self._state.weight_version if self._state else None) or UNSET_VERSION
-
     # -- what the rollouts ask --------------------------------------------------------------------
+
+    def try_admit(self, min_version: str | None, avoid: Iterable[str] = ()) -> Ticket | None:
+        """Return a ticket if a replica may take the rollout this instant."""
+        return self._try(min_version, avoid, held_s=0.0)
 
     async def admit(
         self, size: int, min_version: str | None = None, avoid: Iterable[str] = ()
@@ -125,10 +125,10 @@ class RolloutGate:
         `avoid` are replicas that have just failed it. Raises GateOverflow when the line is full or
         the mode is `reject`, DeadlinePassed or NoEligibleReplica when the gate's time is over.
         """
-        avoided = frozenset(avoid)
-        ticket = self._try(min_version, avoided, held_s=0.0)
+        ticket = self.try_admit(min_version, avoid)
         if ticket is not None:
             return ticket
+        avoided = frozenset(avoid)
         self._check_room(size)
         waiting = _Waiting(size, min_version, avoided, asyncio.get_running_loop().create_future())
         self._line[waiting] = None
@@ -172,10 +172,12 @@ class RolloutGate:
             return True
         return version == UNSET_VERSION or self._state.order_of(version) is not None
 
-    def _try(self, min_version: str | None, avoid: frozenset[str], held_s: float) -> Ticket | None:
+    def _try(self, min_version: str | None, avoid: Iterable[str], held_s: float) -> Ticket | None:
         if not self._may_go(min_version):
             return None
-        eligible = [replica for replica in self._eligible if replica not in avoid]
+        eligible = self._eligible_ids
+        if avoid:
+            eligible = [replica for replica in eligible if replica not in avoid]
         if not eligible:
             return None
         chosen = self._policy(eligible, self.inflight, self._dispatched)

@@ -25,6 +25,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._rollouts: dict[tuple[str, int], Counter] = {}
         self.rollouts = Counter(
             "fleet_rollouts",
             "Rollouts answered by a replica, by weight version at dispatch and status class.",
@@ -49,6 +50,14 @@ class Metrics:
             buckets=SECONDS,
             registry=self.registry,
         )
+
+    def count_rollout(self, version: str, status: int) -> None:
+        """Count one rollout that a replica has answered."""
+        key = (version, status // 100)
+        child = self._rollouts.get(key)
+        if child is None:
+            child = self._rollouts[key] = self.rollouts.labels(version, status // 100 * 100)
+        child.inc()
 
     def observe(self, state_of: Callable[[], FleetState], gate: RolloutGate) -> None:
         """Add the gauges that are read off the fleet's state."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uvicorn
 
 from gateway.app import Application, create_app
+from gateway.front import Front
 from gateway.logs import configure_logging
 from gateway.settings_model import Settings
 
@@ -18,7 +19,7 @@ def uvicorn_config(app: Application, settings: Settings) -> uvicorn.Config:
         app,
         host=settings.host,
         port=settings.port,
-        http="httptools",
+        http=Front,
         ws="none",
         lifespan="on",
         backlog=BACKLOG,

@@ -11,7 +11,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 from fleet.probe import MEMBER_ENDPOINTS
-from gateway.proxy import RolloutProxy
+from gateway.rollouts import is_rollout
 
 PROBED = {
     "/health": {},
@@ -69,7 +69,7 @@ class RawReplica:
         self, request: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         path = urlsplit(request.target).path
-        if RolloutProxy.takes(path):
+        if is_rollout(path.encode()):
             self.requests.append(request)
             await self.script(request, reader, writer)
         else:

@@ -13,6 +13,7 @@ import uvicorn
 
 from gateway.app import Application, create_app
 from gateway.context import Gateway
+from gateway.server import uvicorn_config
 from gateway.settings_model import Settings
 
 
@@ -41,12 +42,17 @@ class Served:
 
 
 @asynccontextmanager
-async def serve(settings: Settings) -> AsyncGenerator[Served]:
-    """Serve until the context is left; the first sweep is over on entry."""
+async def serve(settings: Settings, *, asgi_only: bool = False) -> AsyncGenerator[Served]:
+    """Serve until the context is left; the first sweep is over on entry.
+
+    `asgi_only` leaves out the front, as another ASGI server than ours would.
+    """
     app = create_app(settings)
-    config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, log_level="warning", ws="none", timeout_graceful_shutdown=1
-    )
+    settings = settings.model_copy(update={"host": "127.0.0.1", "port": 0})
+    config = uvicorn_config(app, settings)
+    config.timeout_graceful_shutdown = 1
+    if asgi_only:
+        config.http = "httptools"
     server = uvicorn.Server(config)
     serving = asyncio.ensure_future(server.serve())
     try:

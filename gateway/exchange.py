@@ -1,0 +1,242 @@
+"""One rollout, from its admission to the last byte of its answer.
+
+A small machine of callbacks between three parties: the client (`Client`: a raw connection or an
+ASGI call), the gate, and a connection to a replica. It decides what the design decides: when the
+label is fixed, what may be tried again, how an answer that cannot be completed ends.
+
+    admitted -> connected -> sent -> answer started -> … -> complete
+                    |                     '-> broken: broken off, never replayed
+                    '-> broken before any byte: once more, on another replica
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+from fleet.errors import FleetError, NoEligibleReplica
+from gateway.gate import Ticket
+from gateway.heads import REPLACED_IN_ANSWER, Headers, passed_on
+from gateway.rollouts import Rollouts
+from gateway.upstream import Connection, Pool
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 2
+"""How often a rollout may be tried: once more, on another replica, if no byte has come back."""
+
+
+@dataclass(slots=True)
+class Request:
+    """What a client asks for; `target` is the raw path with its query, `headers` are as sent."""
+
+    method: bytes
+    target: bytes
+    headers: Headers
+    body: bytes | bytearray
+    request_id: bytes | None = None
+    min_version: str | None = None
+
+
+class Client(Protocol):
+    """The side of the one who asked."""
+
+    def start(self, status: int, headers: Headers) -> None:
+        """Pass status and headers on."""
+        ...
+
+    def body(self, data: bytes) -> None:
+        """Pass a piece of the answer on."""
+        ...
+
+    def end(self) -> None:
+        """The answer is whole."""
+        ...
+
+    def refuse(self, error: FleetError) -> None:
+        """No replica answers; say why."""
+        ...
+
+    def break_off(self) -> None:
+        """The answer cannot be completed, and the client must notice."""
+        ...
+
+
+class Exchange:
+    """Carries one rollout; its client calls `begin`, then perhaps `pause`, `resume`, `gone`."""
+
+    __slots__ = (
+        "_client",
+        "_connection",
+        "_failed",
+        "_is_gone",
+        "_request",
+        "_rollouts",
+        "_started",
+        "_ticket",
+        "_waiting",
+    )
+
+    def __init__(self, rollouts: Rollouts, request: Request, client: Client) -> None:
+        self._rollouts = rollouts
+        self._request = request
+        self._client = client
+        self._ticket: Ticket | None = None
+        self._connection: Connection | None = None
+        self._waiting: asyncio.Task[None] | None = None
+        self._failed: list[str] = []
+        self._started = False
+        self._is_gone = False
+
+    # -- from the client ---------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Ask for admission; the answer comes to the client."""
+        request = self._request
+        if request.request_id is None:
+            request.request_id = self._rollouts.new_id()
+        self._admit()
+
+    def gone(self) -> None:
+        """Give everything up: the client has left. The replica sees its connection close."""
+        self._is_gone = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+        if self._connection is not None:
+            self._connection.abort()
+            self._connection = None
+        self._rollouts.metrics.rollouts_cancelled.inc()
+        self._end_ticket()
+
+    def pause(self) -> None:
+        """The client takes the answer too slowly: take no more from the replica."""
+        if self._connection is not None:
+            self._connection.pause_reading()
+
+    def resume(self) -> None:
+        """The client has caught up."""
+        if self._connection is not None:
+            self._connection.resume_reading()
+
+    # -- admission ---------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        ticket = self._rollouts.gate.try_admit(self._request.min_version, self._failed)
+        if ticket is not None:
+            self._go(ticket)
+        else:
+            self._waiting = asyncio.get_running_loop().create_task(self._wait())
+
+    async def _wait(self) -> None:
+        request = self._request
+        try:
+            ticket = await self._rollouts.gate.admit(
+                len(request.body), request.min_version, self._failed
+            )
+        except FleetError as error:
+            self._refuse(error)
+            return
+        finally:
+            self._waiting = None
+        self._go(ticket)
+
+    def _go(self, ticket: Ticket, *, fresh: bool = False) -> None:
+        self._ticket = ticket
+        self._pool(ticket).take(self, fresh=fresh)
+
+    def _pool(self, ticket: Ticket) -> Pool:
+        return self._rollouts.upstreams.pool(ticket.replica.url)
+
+    # -- from the replica --------------------------------------------------------------------------
+
+    def connected(self, connection: Connection) -> None:
+        """Send the request."""
+        if self._is_gone or self._ticket is None:
+            connection.abort()
+            return
+        self._connection = connection
+        request = self._request
+        connection.send(
+            self._head(self._ticket), request.body, self, headless=request.method == b"HEAD"
+        )
+
+    def _head(self, ticket: Ticket) -> bytes:
+        request = self._request
+        parts = [request.method, b" ", request.target, b" HTTP/1.1\r\nhost: "]
+        parts.append(self._pool(ticket).authority)
+        for name, value in passed_on(request.headers, self._rollouts.replaced):
+            parts += (b"\r\n", name, b": ", value)
+        for name, value in self._rollouts.added:
+            parts += (b"\r\n", name, b": ", value)
+        if request.body or request.method == b"POST":
+            parts.append(b"\r\ncontent-length: %d" % len(request.body))
+        parts += (b"\r\nx-request-id: ", request.request_id or b"", b"\r\n\r\n")
+        return b"".join(parts)
+
+    def request_sent(self) -> None:
+        """The gate may close: this rollout is with its replica."""
+        if self._ticket is not None:
+            self._ticket.sent()
+
+    def answer_started(self, status: int, headers: Headers) -> None:
+        """Pass status and headers on, with ours added."""
+        ticket, gate = self._ticket, self._rollouts.gate
+        assert ticket is not None
+        self._started = True
+        answer = passed_on(headers, REPLACED_IN_ANSWER)
+        answer.append((b"x-weight-version", ticket.version.encode("latin-1")))
+        if gate.version != ticket.version:
+            answer.append((b"x-weight-version-end", gate.version.encode("latin-1")))
+        if gate.kv != "current":
+            answer.append((b"x-weight-version-kv", gate.kv.encode("latin-1")))
+        answer.append((b"x-fleet-replica", ticket.replica.id.encode("latin-1")))
+        answer.append((b"x-request-id", self._request.request_id or b""))
+        self._rollouts.metrics.count_rollout(ticket.version, status)
+        self._client.start(status, answer)
+
+    def answer_body(self, data: bytes) -> None:
+        """Pass a piece of the answer on as it came."""
+        self._client.body(data)
+
+    def answer_complete(self) -> None:
+        """The answer is whole."""
+        self._connection = None
+        self._end_ticket()
+        self._client.end()
+
+    def answer_broken(self, reason: str) -> None:
+        """Try another replica if no byte has come back, else break the answer off."""
+        if self._is_gone or self._ticket is None:
+            return
+        ticket, connection = self._ticket, self._connection
+        self._connection = None
+        if not self._started and connection is not None and connection.is_reused:
+            self._go(ticket, fresh=True)  # it was closed while idle: that says nothing
+            return
+        replica = ticket.replica.id
+        self._end_ticket()
+        self._rollouts.suspect(replica)
+        log.warning("rollout failed", extra={"replica": replica, "error": reason})
+        if self._started:
+            self._client.break_off()
+            return
+        self._failed.append(replica)
+        if len(self._failed) < ATTEMPTS:
+            self._admit()
+            return
+        told = f"replicas {', '.join(self._failed)} broke the connection before answering"
+        hint = "retry; GET /fleet/replicas tells which ones are gone"
+        self._refuse(NoEligibleReplica(told, hint=hint))
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def _refuse(self, error: FleetError) -> None:
+        self._rollouts.metrics.rollouts_refused.labels(type(error).__name__).inc()
+        self._client.refuse(error)
+
+    def _end_ticket(self) -> None:
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            ticket.done()

@@ -1,0 +1,248 @@
+"""Connections to replicas for rollouts: one request at a time each, kept while they are fresh.
+
+Callback to callback, without a task or a future per request, because this is the hot path. The
+parser is httptools' (llhttp). A connection tells its receiver what comes; the receiver decides.
+
+vLLM closes idle connections after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE), so kept ones are given up
+before. What this does not do: choose replicas, retry, or look into bodies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+KEPT_S = 4.0
+CONNECT_S = 10.0
+
+
+class Receiver(Protocol):
+    """Whoever waits for the answer on a connection."""
+
+    def connected(self, connection: Connection) -> None:
+        """The connection is there; send the request."""
+        ...
+
+    def request_sent(self) -> None:
+        """The last byte of the request is with the system."""
+        ...
+
+    def answer_started(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Status and headers have come."""
+        ...
+
+    def answer_body(self, data: bytes) -> None:
+        """A piece of the body has come, its transfer coding removed."""
+        ...
+
+    def answer_complete(self) -> None:
+        """The answer is whole; the connection is no longer the receiver's."""
+        ...
+
+    def answer_broken(self, reason: str) -> None:
+        """The connection broke before the answer was whole, or could not be made."""
+        ...
+
+
+class Connection(asyncio.Protocol):
+    """One connection to one replica."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._receiver: Receiver | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._has_body_until_close = False
+        self._sending = False
+        self._is_headless = False
+        self.is_reused = False
+        self.idle_since = 0.0
+
+    # -- what the receiver does --------------------------------------------------------------------
+
+    def send(
+        self, head: bytes, body: bytes | bytearray, receiver: Receiver, *, headless: bool = False
+    ) -> None:
+        """Send one request; its answer goes to `receiver`. `headless`: it will have no body."""
+        assert self._transport is not None
+        self._receiver = receiver
+        self._is_headless = headless
+        self._sending = True
+        if len(body) < 65536:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+        if self._sending and self._transport.get_write_buffer_size() == 0:
+            self.resume_writing()
+
+    def pause_reading(self) -> None:
+        """Take no more of the answer for now."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Go on taking the answer."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Give the request up; the replica sees its connection close."""
+        self._receiver = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def usable(self) -> bool:
+        """Whether a kept connection may carry another request."""
+        assert self._transport is not None
+        return not self._transport.is_closing() and monotonic() - self.idle_since < KEPT_S
+
+    # -- asyncio.Protocol --------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are not registered
+        self._transport.set_write_buffer_limits(high=0)  # resume_writing then means: all is sent
+
+    def resume_writing(self) -> None:
+        if self._sending and self._receiver is not None:
+            self._sending = False
+            self._receiver.request_sent()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._break(f"not HTTP: {error}")
+
+    def eof_received(self) -> None:
+        """Some answers end with their connection."""
+        if self._has_body_until_close and self._receiver is not None:
+            self.on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.lost(self)
+        self._break(str(exc) if exc else "the replica closed the connection")
+
+    def _break(self, reason: str) -> None:
+        receiver, self._receiver = self._receiver, None
+        if self._transport is not None:
+            self._transport.abort()
+        if receiver is not None:
+            receiver.answer_broken(reason)
+
+    # -- httptools ---------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200 or self._receiver is None:
+            return  # an interim answer concerns this hop only
+        names = {name.lower() for name, _ in self._headers}
+        framed = b"content-length" in names or b"transfer-encoding" in names
+        self._has_body_until_close = not framed and status not in (204, 304)
+        self._receiver.answer_started(status, self._headers)
+        if self._is_headless:
+            self._has_body_until_close = True
+            self.on_message_complete()
+
+    def on_body(self, data: bytes) -> None:
+        if self._receiver is not None:
+            self._receiver.answer_body(data)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() < 200 or self._receiver is None:
+            return
+        receiver, self._receiver = self._receiver, None
+        keep = self._parser.should_keep_alive() and not self._has_body_until_close
+        if keep and not self._sending:
+            self._pool.give_back(self)
+        elif self._transport is not None:
+            self._transport.close()
+        receiver.answer_complete()
+
+
+class Pool:
+    """The kept connections to one replica."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self.host = parts.hostname or ""
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.tls = parts.scheme == "https"
+        self.authority = parts.netloc.encode()
+        self._kept: list[Connection] = []
+        self._all: set[Connection] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    def take(self, receiver: Receiver, *, fresh: bool = False) -> None:
+        """Give the receiver a connection: at once if one is kept, else when it is made."""
+        while self._kept and not fresh:
+            connection = self._kept.pop()
+            if connection.usable:
+                connection.is_reused = True
+                receiver.connected(connection)
+                return
+            connection.abort()
+        task = asyncio.get_running_loop().create_task(self._connect(receiver))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    def give_back(self, connection: Connection) -> None:
+        """Keep a connection whose answer is whole."""
+        connection.idle_since = monotonic()
+        self._kept.append(connection)
+
+    def lost(self, connection: Connection) -> None:
+        """Forget a connection that is closed."""
+        self._all.discard(connection)
+        if connection in self._kept:
+            self._kept.remove(connection)
+
+    def close(self) -> None:
+        """Close everything."""
+        for task in tuple(self._connecting):
+            task.cancel()
+        for connection in tuple(self._all):
+            connection.abort()
+
+    async def _connect(self, receiver: Receiver) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, connection = await loop.create_connection(
+                    lambda: Connection(self), self.host, self.port, ssl=self.tls or None
+                )
+        except (OSError, TimeoutError) as error:
+            receiver.answer_broken(f"cannot connect: {error or type(error).__name__}")
+            return
+        self._all.add(connection)
+        receiver.connected(connection)
+
+
+class Upstreams:
+    """One pool per replica."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, Pool] = {}
+
+    def pool(self, url: str) -> Pool:
+        """Return the pool of a replica's URL."""
+        pool = self._pools.get(url)
+        if pool is None:
+            pool = self._pools[url] = Pool(url)
+        return pool
+
+    def close(self) -> None:
+        """Close everything."""
+        for pool in self._pools.values():
+            pool.close()
