@@ -29,6 +29,18 @@ from tests.waiting import wait_until
 
 COMPLETIONS = "/v1/completions"
 
+
+class Way:
+    """The way in that the tests of this file take; every rule holds for both."""
+
+    asgi_only = False
+
+
+@pytest.fixture(params=["front", "asgi"], autouse=True)
+def _way(request: pytest.FixtureRequest) -> None:
+    Way.asgi_only = request.param == "asgi"
+
+
 BODIES = [
     b'{"prompt":"x","prompt":"y","n": 1.0,  "later":{"b":1,"a":2}}',
     '{"prompt":"é\\u00e9 🜚"}'.encode(),
@@ -289,7 +301,7 @@ async def _behind(script: Script) -> AsyncGenerator[tuple[Served, RawReplica]]:
     """A gateway before one replica that does what the script says."""
     async with raw_replica(script) as replica:
         settings = Settings(replicas=(replica.url,), timeouts=fast(probe_s=60))
-        async with serve(settings) as served:
+        async with serve(settings, asgi_only=Way.asgi_only) as served:
             assert list((await served.states()).values()) == ["ready"]
             yield served, replica
 
