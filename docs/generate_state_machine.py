@@ -1,6 +1,6 @@
 """Writes docs/state-machine.md from the table that the program runs on.
 
-    python docs/generate_state_machine.py [--check]
+python docs/generate_state_machine.py [--check]
 """
 
 from __future__ import annotations

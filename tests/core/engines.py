@@ -68,7 +68,7 @@ class Engine:
         """Take new weights in; without a session it is refused."""
         if self.session and full:
             self.weights = (round_id,)
-        elif self.session and self.weights != MIXED:
+        elif self.session and self.weights != MIXED and self.weights[-1:] != (round_id,):
             self.weights = (*self.weights, round_id)
         return self.session
 
