@@ -93,7 +93,7 @@ class Coordinator:
             info = wire.init_info_for(family, body.init_info, group.layout, slots[replica])
             return msgspec.json.encode({"init_info": info})
 
-        errand = Errand(body_of=body_of)
+        errand = Errand(body_of=body_of, names=wire.announced_in_init(family, body.init_info))
         await self._drive(InitRequested(now=time(), group=group), errand)
         return errand.outcomes[SendInit]
 
@@ -148,11 +148,16 @@ class Coordinator:
         await self._drive(ShutdownRequested(now=time()), errand)
         return errand.outcomes.get(SendShutdown, {})
 
-    async def reset(self, by: str) -> Outcomes:
-        """Abandon whatever is open; members that may be mixed stay fenced and paused."""
+    async def reset(self, by: str, *, new_model: bool = False) -> Outcomes:
+        """Abandon whatever is open; members that may be mixed stay fenced and paused.
+
+        `new_model` says that the next updates have other tensors, so that fullness starts anew.
+        """
         silent = tuple(self._fan_out.in_flight())
         errand = Errand()
-        await self._drive(ResetRequested(now=time(), by=by, silent=silent), errand)
+        await self._drive(
+            ResetRequested(now=time(), by=by, silent=silent, new_model=new_model), errand
+        )
         return errand.outcomes.get(Unpause, {})
 
     # -- planning ----------------------------------------------------------------------------------
@@ -177,6 +182,8 @@ class Coordinator:
             error.hint = _with_left_out(error.hint, left_out)
             raise
         group = form_group(state, candidates, left_out, layout, by, time())
+        if wire.announced_in_init(family, init_info):
+            group = msgspec.structs.replace(group, announced_in=state.next_round)
         return group, family
 
     def _check_enough(self, candidates: list[Replica], left_out: dict[str, str]) -> None:

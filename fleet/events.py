@@ -57,10 +57,14 @@ class ShutdownRequested(Event, frozen=True, kw_only=True):
 
 
 class ResetRequested(Event, frozen=True, kw_only=True):
-    """An operator abandons whatever is open; `silent` are members whose calls are in flight."""
+    """An operator abandons whatever is open; `silent` are members whose calls are in flight.
+
+    `new_model` forgets which tensors a full update has, so that the next round sets that anew.
+    """
 
     by: str
     silent: tuple[str, ...] = ()
+    new_model: bool = False
 
 
 class Answered(Event, frozen=True, kw_only=True):

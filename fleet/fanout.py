@@ -12,11 +12,14 @@ caller, and does not bring down the group.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fleet.outcome import Outcome, Result
+
+log = logging.getLogger(__name__)
 
 Attempt = Callable[[], Awaitable[Outcome]]
 Late = Callable[[str, Outcome], Awaitable[None]]
@@ -125,6 +128,8 @@ class _Gathering:
         try:
             outcome = await attempt()
         except Exception as bug:  # the caller must see it; the owner's group must survive it
+            if self._settled.done():
+                log.exception("bug in a late call", extra={"replica": replica})
             self._settle(bug)
             return
         finally:

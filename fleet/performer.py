@@ -132,6 +132,7 @@ class Performer:
     # -- the phases of a round --------------------------------------------------------------------
 
     async def _send_init(self, action: SendInit, errand: Errand) -> Answered:
+        await announce(self._ledger.store, self._ledger.state, errand.names)
         started = perf_counter()
         outcomes = await self._collective(action, INIT, errand, self._deadlines.init_s)
         return self._judge(InitArrived, InitFailed, action, outcomes, started)

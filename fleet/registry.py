@@ -94,9 +94,6 @@ class Registry:
     async def sweep(self) -> None:
         """Look once at every replica that is not busy inside a collective."""
         await self._look(self._ledger.state.replicas.values(), closely=False)
-        if self._store_was_empty:
-            self._store_was_empty = False
-            await self._ledger.amend(adopt_versions)
         self.swept.set()
 
     async def verify(self, replicas: Iterable[str]) -> None:
@@ -111,12 +108,14 @@ class Registry:
             {name: partial(self._observe, replica, closely) for name, replica in before.items()}
         )
         now = time()
+        is_first = self._store_was_empty and bool(seen)
+        self._store_was_empty = self._store_was_empty and not is_first
 
         def change(state: FleetState) -> FleetState:
             for replica, observation in seen.items():
                 fresh = _less_what_has_changed(observation, before[replica], state)
                 state = observe(state, replica, fresh, now)
-            return state
+            return adopt_versions(state) if is_first else state
 
         await self._ledger.amend(change)
 

@@ -30,6 +30,7 @@ does not stand 64 times in write buffers."""
 KEEP_ALIVE_S = 4.0
 DETAIL_CHARS = 2000
 ANSWER_BYTES = 64 * 1024 * 1024
+"""How long an answer to a control call may be; checksums of a large model are a few megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class ReplicaClient:
         """Return the body of a GET, empty if there is none to be had."""
         try:
             async with self.pooled.get(f"{url}{path}", headers=self._asking) as response:
-                return await response.read() if response.status == 200 else b""
+                return await _read(response) if response.status == 200 else b""
         except (aiohttp.ClientError, OSError):
             return b""
 
@@ -127,7 +128,17 @@ class ReplicaClient:
         async with session.request(
             call.method, target, data=body, headers=headers, allow_redirects=False
         ) as response:
-            return judge(response.status, await response.read())
+            return judge(response.status, await _read(response))
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """Read a whole answer, or give its connection up if it does not end in time."""
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > ANSWER_BYTES:
+            raise aiohttp.ClientPayloadError(f"the answer has more than {ANSWER_BYTES} bytes")
+    return bytes(body)
 
 
 def judge(status: int, body: bytes) -> Outcome:

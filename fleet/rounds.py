@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import msgspec
 
+from fleet.barrier import arrivals
 from fleet.errors import WrongPhase
 from fleet.events import (
     Action,
@@ -194,7 +195,7 @@ def _start_requested(state: FleetState, event: StartRequested) -> Step:
     opened = change(opened, draft=event.draft, opened_by=event.by)
     state = change(state, round=opened, next_round=max(state.next_round, opened.id + 1))
     members = state.members()
-    running = _ids(r for r in members if not r.paused and not r.sleep) if event.auto_pause else ()
+    running = _to_pause(state) if event.auto_pause else ()
     left_open = _ids(r for r in members if r.session_open)
     state = _changed(state, running, paused=True)  # from now on, for whoever must undo it
     return state, (CloseSessions(targets=left_open, wait=True), SendPause(targets=running))
@@ -280,6 +281,8 @@ def _finish_requested(state: FleetState, event: FinishRequested) -> Step:
 
 def _finish_arrived(state: FleetState, event: FinishArrived) -> Step:
     """Commit: the only rule that moves the version, in the same write that leaves `finishing`."""
+    if not arrivals(_member_ids(state), event.outcomes).complete:
+        raise IllegalTransition(f"{_name(state)}: not every member has arrived")
     state = _recorded(state, Phase.FINISHING, event)
     state = _changed(state, event.outcomes, session_open=False)
     open_round = _round(state)
@@ -328,7 +331,8 @@ def _reset_requested(state: FleetState, event: ResetRequested) -> Step:
     state = _changed(state, in_session, fence=f"{_name(state)} was abandoned by {event.by}")
     state = _changed(state, event.silent, wedged=f"silent when {_name(state)} was abandoned")
     resume = _to_resume(state)
-    state = change(state, group=None, round=None, fullest=None)
+    fullest = None if event.new_model else state.fullest
+    state = change(state, group=None, round=None, fullest=fullest)
     return state, (*archive, Unpause(targets=resume))
 
 
@@ -405,6 +409,15 @@ def _recorded(state: FleetState, phase: Phase, event: Answered) -> FleetState:
 def _changed(state: FleetState, ids: Iterable[str], **changes: Any) -> FleetState:
     known = [state.replicas[replica] for replica in ids if replica in state.replicas]
     return state.with_replicas(change(replica, **changes) for replica in known)
+
+
+def _to_pause(state: FleetState) -> tuple[str, ...]:
+    """Return whom the round must pause: all but sleepers, unless the trainer's own pause holds.
+
+    Who is still paused from an earlier round is paused again, since this pause clears the caches.
+    """
+    awake = (r for r in state.members() if not r.sleep)
+    return _ids(r for r in awake if not r.paused or state.pause is None)
 
 
 def _to_resume(state: FleetState) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, cast
 
 from fleet.errors import BadInput, LayoutUnsupported, WorldSizeMismatch
 from fleet.layout import Layout, Slot
@@ -63,9 +63,20 @@ def base_of(family: Family, init_info: Mapping[str, Any]) -> int:
     return base
 
 
+def announced_in_init(family: Family, init_info: Mapping[str, Any]) -> list[str]:
+    """Return the tensors that init itself announces: sharded_rdt plans the transfer there."""
+    names: Any = init_info.get("names") if family is Family.SHARDED else None
+    if names is None:
+        return []
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in cast("list[Any]", names)):
+        raise BadInput("init_info.names must be a list of strings")
+    return cast("list[str]", names)
+
+
 def check_form(family: Family, init_info: Mapping[str, Any]) -> None:
     """Raise BadInput unless the numbers that this family needs are there; needs no layout."""
     base_of(family, init_info)
+    announced_in_init(family, init_info)
     if family in (Family.RANKED, Family.SINGLE):
         _integer(init_info, "world_size")
 

@@ -115,7 +115,8 @@ class Desk:
         )
         now = membership(self._ledger.state)
         if now.changed:
-            response.headers["X-Fleet-Membership"] = f"changed; world_size={now.world_size}"
+            number = "" if now.obstacle else f"; world_size={now.world_size}"
+            response.headers["X-Fleet-Membership"] = f"changed{number}"
         return response
 
     def _count(self, request: Request, status: int, started: float) -> None:

@@ -87,6 +87,7 @@ class GlooWeightTransferEngine(
         super().__init__(*args, **kwargs)
         self._group: GlooGroup | None = None
         self._previous: dict[torch.nn.Module, GlooWeightTransferUpdateInfo] = {}
+        self._half_loaded: set[torch.nn.Module] = set()
 
     def init_transfer_engine(self, init_info: GlooWeightTransferInitInfo) -> None:
         """Join the trainer's group, leaving any earlier one; blocks until all ranks are there."""
@@ -103,7 +104,14 @@ class GlooWeightTransferEngine(
         )
 
     def start_weight_update(self) -> None:
-        """Open the layerwise reload, through which checkpoint-format tensors are loaded."""
+        """Open the layerwise reload, through which checkpoint-format tensors are loaded.
+
+        What an update that failed has left in there goes first: vLLM 0.32 would count it as
+        loaded, and close a fused layer (q, k and v) before the last of its tensors has come.
+        """
+        if self.model in self._half_loaded:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._half_loaded.discard(self.model)
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
@@ -122,6 +130,7 @@ class GlooWeightTransferEngine(
         try:
             self._load(group, self._complete(update_info))
         except BaseException:
+            self._half_loaded.add(self.model)
             self.shutdown()
             raise
 

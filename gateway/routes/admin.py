@@ -109,12 +109,15 @@ async def fence(request: Request, replica: str) -> Response:
 
 
 @router.post("/reset")
-async def reset(request: Request) -> Response:
-    """Abandon whatever is open, and say what stays fenced."""
+async def reset(request: Request, new_model: bool = False) -> Response:
+    """Abandon whatever is open, and say what stays fenced.
+
+    `?new_model=true` forgets which tensors a full update has: the next round sets that anew.
+    """
     gateway = gateway_of(request)
 
     async def act(_: None) -> dict[str, Any]:
-        outcomes = await gateway.coordinator.reset(caller_of(request))
+        outcomes = await gateway.coordinator.reset(caller_of(request), new_model=new_model)
         gateway.desk.forget()  # a call that hangs must not swallow the next round's equal one
         state = gateway.ledger.state
         fenced = {r.id: r.fence for r in state.replicas.values() if r.fence}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from fleet.events import (
@@ -36,9 +37,9 @@ from fleet.events import (
     UpdateRequested,
 )
 from fleet.membership import Observation, marked, observe
-from fleet.outcome import Outcome
+from fleet.outcome import Outcome, Result
 from fleet.replica import Sleep
-from fleet.rounds import advance
+from fleet.rounds import IllegalTransition, advance
 from fleet.state import FleetState, Phase, RoundResult, TrainerPause
 from tests.fleets import (
     FAILED,
@@ -181,10 +182,18 @@ def test_a_draft_round_changes_no_version_and_lifts_no_fence() -> None:
     assert not only(actions, Archive).round.full
 
 
-def test_start_pauses_who_runs_and_leaves_paused_and_sleeping_ones_alone() -> None:
-    """A second pause would be a second cache reset; a sleeping engine cannot be paused."""
+def test_start_pauses_everyone_awake_so_that_no_cache_keeps_old_kv() -> None:
+    """Who is still paused from a failed round may have kept its cache; a sleeper has none."""
     state = marked(fleet_in(Phase.INITIALIZED), ["a"], paused=True)
     state = marked(state, ["b"], sleep=Sleep(level=1))
+    _, actions = advance(state, StartRequested(now=NOW, by="t"))
+    assert only(actions, SendPause).targets == ("a", "c")
+
+
+def test_start_leaves_those_alone_whom_the_trainer_has_paused() -> None:
+    """A second pause would be a second cache reset, which the trainer may not have wanted."""
+    state = marked(fleet_in(Phase.INITIALIZED), ["a", "b"], paused=True)
+    state = msgspec.structs.replace(state, pause=PAUSE)
     _, actions = advance(state, StartRequested(now=NOW, by="t"))
     assert only(actions, SendPause).targets == ("c",)
 
@@ -379,3 +388,19 @@ def test_who_cannot_be_reached_in_a_phase_is_lost_until_a_probe_sees_it() -> Non
     state, _ = answered(fleet_in(Phase.INITIALIZING), InitFailed, b=UNREACHABLE)
     assert state.replicas["b"].lost == "connection refused"
     assert {r.id for r in state.ready()} == {"a", "c"}
+
+
+def test_a_finish_that_not_everyone_reached_cannot_be_taken_for_one_that_all_did() -> None:
+    """The barrier is asked again where the version moves, whoever brings the event."""
+    state = fleet_in(Phase.FINISHING)
+    some = {"a": Outcome(outcome=Result.OK), "b": Outcome(outcome=Result.FAILED)}
+    with pytest.raises(IllegalTransition, match="not every member"):
+        advance(state, FinishArrived(now=NOW, outcomes=some))
+
+
+@pytest.mark.parametrize(("new_model", "remembered"), [(False, "names:1:1"), (True, None)])
+def test_a_reset_remembers_what_a_full_update_has(new_model: bool, remembered: str | None) -> None:
+    """A partial round after a reset must not pass for a full one, unless the model is another."""
+    state = msgspec.structs.replace(fleet_in(Phase.FAILED), fullest="names:1:1")
+    state, _ = advance(state, ResetRequested(now=NOW, by="op", new_model=new_model))
+    assert state.fullest == remembered

@@ -9,7 +9,14 @@ import pytest
 from fleet.errors import BadInput, LayoutUnsupported, WorldSizeMismatch
 from fleet.layout import Layout, lay_out
 from fleet.replica import Replica
-from fleet.wire import base_of, check_init, family_of, init_info_for
+from fleet.wire import (
+    Family,
+    announced_in_init,
+    base_of,
+    check_init,
+    family_of,
+    init_info_for,
+)
 from tests.fleets import replica
 
 RENDEZVOUS: dict[str, Any] = {"master_address": "10.0.0.1", "master_port": 4711, "x": {"y": [1]}}
@@ -160,3 +167,12 @@ def test_a_trainer_without_a_rank_is_bad_input(base: int) -> None:
     """Somebody has to broadcast."""
     with pytest.raises(BadInput, match="at least rank 0"):
         bodies("nccl", {"rank_offset": base, "world_size": 4 + base}, ONE)
+
+
+def test_sharded_rdt_announces_its_tensors_in_init() -> None:
+    """Its updates name none, so fullness rests on what init said."""
+    info = {"names": ["a", "b"], "num_consumers": 2}
+    assert announced_in_init(Family.SHARDED, info) == ["a", "b"]
+    assert announced_in_init(Family.RANKED, info) == []
+    with pytest.raises(BadInput):
+        announced_in_init(Family.SHARDED, {"names": [1]})

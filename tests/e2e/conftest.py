@@ -78,6 +78,7 @@ if HAS_VLLM:
     ) -> Iterator[RunningGateway]:
         """A gateway in front of both servers; the fleet is as good as fresh."""
         for server in real_fleet.servers:
+            server.settle()
             server.post("/update_weight_version", {"new_version": "default"})
         with running_gateway(
             real_fleet.urls, tmp_path / "gateway.log", gateway_settings

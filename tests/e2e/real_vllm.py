@@ -99,6 +99,11 @@ class RealServer:
         self.process.wait()
         self.process = None
 
+    def settle(self) -> None:
+        """Close and resume what a test that failed has left open or paused."""
+        httpx.post(f"{self.url}/finish_weight_update", timeout=60.0)  # refused if nothing is open
+        self.post("/resume")
+
     def get(self, path: str, timeout_s: float = 60.0) -> Any:
         """GET a path and return its JSON; httpx.HTTPStatusError unless 2xx."""
         return httpx.get(self.url + path, timeout=timeout_s).raise_for_status().json()

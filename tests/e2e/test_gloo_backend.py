@@ -18,9 +18,9 @@ from vllm.distributed.weight_transfer.factory import (
 from vllm.plugins import load_plugins_by_group
 
 from fleet.backends import gloo_plugin
-from fleet.backends.gloo_group import GlooGroup, join_group
+from fleet.backends.gloo_group import GlooError, GlooGroup, join_group
 from tests.e2e.real_vllm import RealServer, free_port
-from tests.e2e.trainer import joined_trainer
+from tests.e2e.trainer import BETWEEN_Q_AND_K, at_broadcast, joined_trainer
 
 PROMPTS = [[7, 300, 12, 45], list(range(20, 60)), [400, 3, 3, 3, 99, 250]]
 EMPTY = {"names": [], "dtype_names": [], "shapes": []}
@@ -104,6 +104,22 @@ def test_a_refused_update_ends_the_broadcast_with_that_refusal(real_server: Real
     assert time.monotonic() - began < 10
     with joined_trainer(real_server.url, world_size=2) as trainer:
         trainer.send(42)
+        assert trainer.explains(PROMPTS[1], real_server.greedy(PROMPTS[1], 16))
+
+
+def test_a_full_update_heals_a_worker_that_failed_in_the_middle_of_a_fused_layer(
+    real_server: RealServer,
+) -> None:
+    """Half of q, k and v, left over from the update that failed, does not count as loaded."""
+    real_server.post("/pause?mode=keep")
+    with joined_trainer(real_server.url, world_size=2) as trainer:
+        group = trainer.engine._group
+        at_broadcast(trainer, BETWEEN_Q_AND_K, group.close)
+        with pytest.raises((GlooError, requests.HTTPError)):
+            trainer.send(43)
+    with joined_trainer(real_server.url, world_size=2) as trainer:
+        trainer.send(44)
+        real_server.post("/resume")
         assert trainer.explains(PROMPTS[1], real_server.greedy(PROMPTS[1], 16))
 
 

@@ -4,7 +4,6 @@ Here are the refusals whose point is what a real server would have done otherwis
 rendezvous, take traffic with the wrong weights, miss a rank.
 """
 
-import itertools
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +12,11 @@ from typing import Any
 import httpx
 import pytest
 import requests
-import torch
 
 from tests.e2e.gateway_process import RunningGateway
 from tests.e2e.real_vllm import RealFleet, RealServer
 from tests.e2e.rollouts import ANSWER_S, ask
-from tests.e2e.trainer import TinyTrainer, joined_trainer
+from tests.e2e.trainer import BETWEEN_Q_AND_K, TinyTrainer, at_broadcast, joined_trainer
 
 PROMPT = [7, 300, 12, 45]
 INIT = "POST /init_weight_transfer_engine"
@@ -73,7 +71,7 @@ def test_a_server_killed_in_the_middle_of_an_update_costs_no_rollout(
     ):
         with joined_trainer(gateway.url, world_size=3) as trainer:
             trainer.send(94)
-            at_broadcast(trainer, 5, lambda: victim.signal(signal.SIGKILL))
+            at_broadcast(trainer, BETWEEN_Q_AND_K, lambda: victim.signal(signal.SIGKILL))
             failure = refused(lambda: trainer.send(95), status=424)
         assert failure["replicas"][name_of(victim)]["outcome"] == "unreachable"
         gateway.wait_for_states("fenced", "gone")
@@ -100,7 +98,7 @@ def test_a_server_that_falls_silent_in_an_update_is_named_and_nobody_waits_for_i
     try:
         with joined_trainer(gateway.url, world_size=3, timeout_s=8) as trainer:
             trainer.send(97)
-            at_broadcast(trainer, 5, lambda: silent.signal(signal.SIGSTOP))
+            at_broadcast(trainer, BETWEEN_Q_AND_K, lambda: silent.signal(signal.SIGSTOP))
             failure = refused(lambda: trainer.send(98), status=504)
         assert failure["replicas"][name_of(silent)]["outcome"] == "wedged"
         gateway.wait_for_states("fenced", "wedged")
@@ -114,19 +112,6 @@ def test_a_server_that_falls_silent_in_an_update_is_named_and_nobody_waits_for_i
         trainer.send(100)
         gateway.wait_for_states("ready", "ready")
         assert answered_by(gateway, trainer) == {survivor.url, silent.url}
-
-
-def at_broadcast(trainer: TinyTrainer, number: int, act: Callable[[], None]) -> None:
-    """Let something happen just before the trainer's next broadcast of this number."""
-    group = trainer.engine._group
-    broadcast, count = group.broadcast, itertools.count(1)
-
-    def eventful(tensor: torch.Tensor, src: int = 0) -> None:
-        if next(count) == number:
-            act()
-        broadcast(tensor, src)
-
-    group.broadcast = eventful
 
 
 def name_of(server: RealServer) -> str:

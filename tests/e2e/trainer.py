@@ -4,7 +4,8 @@ What it is for: to send known weights through the stock client and factory, to o
 a gateway, and to say whether those weights made an answer. It knows nothing of gateways.
 """
 
-from collections.abc import Generator
+import itertools
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +17,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from fleet.backends.gloo import GlooTrainerInitInfo
 from tests.e2e.real_vllm import free_port
 from tests.e2e.tiny_model import build_model, made_by
+
+BETWEEN_Q_AND_K = 3  # the broadcast of k, in the first layer, which vLLM fuses with q and v
 
 
 class TinyTrainer:
@@ -57,3 +60,16 @@ def joined_trainer(url: str, world_size: int, *, timeout_s: float = 60.0) -> Gen
         yield trainer
     finally:
         trainer.engine.shutdown()
+
+
+def at_broadcast(trainer: TinyTrainer, number: int, act: Callable[[], None]) -> None:
+    """Let something happen just before the trainer's next broadcast of this number."""
+    group = trainer.engine._group
+    broadcast, count = group.broadcast, itertools.count(1)
+
+    def eventful(tensor: torch.Tensor, src: int = 0) -> None:
+        if next(count) == number:
+            act()
+        broadcast(tensor, src)
+
+    group.broadcast = eventful
