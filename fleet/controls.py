@@ -7,7 +7,7 @@ hears of it, so that the gate and the router never lag behind the servers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import time
 from typing import Any, cast
 from urllib.parse import urlencode
@@ -212,11 +212,18 @@ class Controls:
         targets, outcomes = self._reachable(self._ledger.state)
         return outcomes | await self._ask(targets, call)
 
-    async def abort(self, body: bytes) -> Outcomes:
-        """Abort rollouts everywhere; needs no phase and no lease."""
-        state = self._ledger.state
-        targets = [r.id for r in state.replicas.values() if r.known and r.lost is None]
-        outcomes = await self._ask(targets, Call("POST", "/abort_requests", body=body))
+    async def abort(self, body_of: Callable[[str], bytes | None]) -> Outcomes:
+        """Abort rollouts: on each replica those in its body, None leaves it alone.
+
+        Needs no phase and no lease. A wedged replica is skipped: it would not answer.
+        """
+        targets, _ = self._reachable(self._ledger.state)
+        bodies = {r: body for r in targets if (body := body_of(r)) is not None}
+        outcomes = await self._performer.ask(
+            bodies,
+            lambda replica: Call("POST", "/abort_requests", body=bodies[replica]),
+            self._options.deadlines.control_s,
+        )
         self._raise_if_failed("abort_requests", outcomes)
         return outcomes
 

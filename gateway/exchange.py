@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fleet.errors import FleetError, NoEligibleReplica
+from fleet.replica import Replica
 from gateway.gate import Ticket
 from gateway.heads import REPLACED_IN_ANSWER, Headers, passed_on
 from gateway.rollouts import Rollouts
@@ -38,6 +39,18 @@ class Request:
     body: bytes | bytearray
     request_id: bytes | None = None
     min_version: str | None = None
+    session: bytes | None = None
+    key: bytes | None = None
+    """What the routing policy goes by, if it goes by anything of the rollout."""
+
+    def note(self, name: bytes, value: bytes) -> None:
+        """Take in a header, its name in lower case, if it is meant for the gateway."""
+        if name == b"x-request-id":
+            self.request_id = value
+        elif name == b"x-min-weight-version":
+            self.min_version = value.decode("latin-1")
+        elif name == b"x-session-id":
+            self.session = value
 
 
 class Client(Protocol):
@@ -72,16 +85,16 @@ class Exchange:
         "_connection",
         "_failed",
         "_is_gone",
-        "_request",
         "_rollouts",
         "_started",
         "_ticket",
         "_waiting",
+        "request",
     )
 
     def __init__(self, rollouts: Rollouts, request: Request, client: Client) -> None:
         self._rollouts = rollouts
-        self._request = request
+        self.request = request
         self._client = client
         self._ticket: Ticket | None = None
         self._connection: Connection | None = None
@@ -94,9 +107,13 @@ class Exchange:
 
     def begin(self) -> None:
         """Ask for admission; the answer comes to the client."""
-        request = self._request
+        request = self.request
         if request.request_id is None:
             request.request_id = self._rollouts.new_id()
+        self._rollouts.running.add(self)
+        key_of = self._rollouts.gate.key_of
+        if key_of is not None:
+            request.key = key_of(request)
         self._admit()
 
     def gone(self) -> None:
@@ -108,7 +125,7 @@ class Exchange:
             self._connection.abort()
             self._connection = None
         self._rollouts.metrics.rollouts_cancelled.inc()
-        self._end_ticket()
+        self._end()
 
     def pause(self) -> None:
         """The client takes the answer too slowly: take no more from the replica."""
@@ -120,20 +137,43 @@ class Exchange:
         if self._connection is not None:
             self._connection.resume_reading()
 
+    # -- from an abort -----------------------------------------------------------------------------
+
+    @property
+    def replica(self) -> Replica | None:
+        """The replica that has this rollout, or None while it waits at the gate."""
+        return self._ticket.replica if self._ticket is not None else None
+
+    def answer_held(self, headers: Headers, body: bytes) -> None:
+        """Answer a rollout that waits at the gate in a replica's stead."""
+        if self._waiting is None:
+            return
+        self._waiting.cancel()
+        self._end()
+        own = [
+            (b"content-length", b"%d" % len(body)),
+            (b"x-weight-version", self._rollouts.gate.version.encode("latin-1")),
+            (b"x-request-id", self.request.request_id or b""),
+        ]
+        self._client.start(200, [*headers, *own])
+        self._client.body(body)
+        self._client.end()
+
     # -- admission ---------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        ticket = self._rollouts.gate.try_admit(self._request.min_version, self._failed)
+        request = self.request
+        ticket = self._rollouts.gate.try_admit(request.min_version, self._failed, request.key)
         if ticket is not None:
             self._go(ticket)
         else:
             self._waiting = asyncio.get_running_loop().create_task(self._wait())
 
     async def _wait(self) -> None:
-        request = self._request
+        request = self.request
         try:
             ticket = await self._rollouts.gate.admit(
-                len(request.body), request.min_version, self._failed
+                len(request.body), request.min_version, self._failed, request.key
             )
         except FleetError as error:
             self._refuse(error)
@@ -157,13 +197,13 @@ class Exchange:
             connection.abort()
             return
         self._connection = connection
-        request = self._request
+        request = self.request
         connection.send(
             self._head(self._ticket), request.body, self, headless=request.method == b"HEAD"
         )
 
     def _head(self, ticket: Ticket) -> bytes:
-        request = self._request
+        request = self.request
         parts = [request.method, b" ", request.target, b" HTTP/1.1\r\nhost: "]
         parts.append(self._pool(ticket).authority)
         for name, value in passed_on(request.headers, self._rollouts.replaced):
@@ -192,7 +232,7 @@ class Exchange:
         if gate.kv != "current":
             answer.append((b"x-weight-version-kv", gate.kv.encode("latin-1")))
         answer.append((b"x-fleet-replica", ticket.replica.id.encode("latin-1")))
-        answer.append((b"x-request-id", self._request.request_id or b""))
+        answer.append((b"x-request-id", self.request.request_id or b""))
         self._rollouts.metrics.count_rollout(ticket.version, status)
         self._client.start(status, answer)
 
@@ -203,7 +243,7 @@ class Exchange:
     def answer_complete(self) -> None:
         """The answer is whole."""
         self._connection = None
-        self._end_ticket()
+        self._end()
         self._client.end()
 
     def answer_broken(self, reason: str) -> None:
@@ -220,6 +260,7 @@ class Exchange:
         self._rollouts.suspect(replica)
         log.warning("rollout failed", extra={"replica": replica, "error": reason})
         if self._started:
+            self._end()
             self._client.break_off()
             return
         self._failed.append(replica)
@@ -234,7 +275,12 @@ class Exchange:
 
     def _refuse(self, error: FleetError) -> None:
         self._rollouts.metrics.rollouts_refused.labels(type(error).__name__).inc()
+        self._end()
         self._client.refuse(error)
+
+    def _end(self) -> None:
+        self._end_ticket()
+        self._rollouts.running.discard(self)
 
     def _end_ticket(self) -> None:
         ticket, self._ticket = self._ticket, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from itertools import count
+from typing import TYPE_CHECKING
 
 from fleet.errors import BodyTooLarge
 from gateway.auth import Right, authorise
@@ -16,6 +17,9 @@ from gateway.heads import REPLACED_IN_REQUEST, Headers
 from gateway.metrics import Metrics
 from gateway.settings_model import Settings
 from gateway.upstream import Upstreams
+
+if TYPE_CHECKING:
+    from gateway.exchange import Exchange
 
 PREFIXES = (
     b"/v1/",
@@ -61,6 +65,7 @@ class Rollouts:
         self.metrics = metrics
         self.upstreams = Upstreams()
         self.suspect = suspect
+        self.running: set[Exchange] = set()
         self._auth = settings.auth
         self._guarded = settings.auth.guards_anything
         self._limit = settings.limits.rollout_body_bytes

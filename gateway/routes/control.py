@@ -18,6 +18,7 @@ from fleet.errors import BadInput, MemberFailed, NotAllowed
 from fleet.outcome import Outcome
 from fleet.replica_client import Call
 from fleet.state import UNSET_VERSION
+from gateway.aborts import Plan, aborted_answer
 from gateway.auth import Right
 from gateway.context import gateway_of
 from gateway.desk import caller_of
@@ -63,20 +64,35 @@ async def is_paused(request: Request) -> Response:
 
 @router.post("/abort_requests")
 async def abort_requests(request: Request) -> Response:
-    """Abort rollouts on every replica: those named, or all."""
+    """Abort rollouts wherever they are: those named by an id that their client knows, or all."""
+    return await _abort(request, all_if_unnamed=True)
+
+
+@router.post("/inference/v1/abort_requests")
+async def abort_inference_requests(request: Request) -> Response:
+    """As /abort_requests, for those named."""
+    return await _abort(request, all_if_unnamed=False)
+
+
+async def _abort(request: Request, *, all_if_unnamed: bool) -> Response:
     gateway = gateway_of(request)
 
-    def parse(body: bytearray) -> bytes:
+    def parse(body: bytearray) -> list[str] | None:
         asked = decode(_required(body), dict[str, Any], "abort_requests")
         ids: Any = asked.get("request_ids")
-        if ids is not None and not _is_strings(ids):
+        if all_if_unnamed and ids in (None, []):
+            return None
+        if not _is_strings(ids):
             raise BadInput("request_ids must be a list of strings")
-        return bytes(body)
+        return cast("list[str]", ids)
 
-    async def act(body: bytes) -> dict[str, Any]:
-        outcomes = await gateway.controls.abort(body)
-        named = len(msgspec.json.decode(body).get("request_ids") or ())
-        count = named or sum(_field(o.answer, "aborted") or 0 for o in outcomes.values())
+    async def act(names: list[str] | None) -> dict[str, Any]:
+        plan = Plan(gateway.rollouts.running, names)
+        for exchange in plan.held:
+            exchange.answer_held(*aborted_answer(exchange.request))
+        outcomes = await gateway.controls.abort(plan.body_for)
+        ended = sum(_field(o.answer, "aborted") or 0 for o in outcomes.values()) + len(plan.held)
+        count = ended if names is None else len(names)
         return {"status": "aborted", "aborted": count, **told(outcomes)}
 
     return await gateway.desk.serve(request, parse, act)
