@@ -14,7 +14,7 @@ T = TypeVar("T")
 ANSWER_S = 30.0
 # After some 500s vLLM closes the connection without saying so: reuse would meet a reset.
 NO_REUSE = httpx.Limits(max_keepalive_connections=0)
-BALLAST = {"n": 48, "temperature": 1.0}
+BALLAST = {"n": 96, "temperature": 1.0}
 BALLAST_TOKENS = 220
 SOME_ROUND_TRIPS = 25  # long enough for several tokens, without a sleep
 
