@@ -94,6 +94,7 @@ async def open_gateway(settings: Settings) -> AsyncGenerator[Gateway]:
         owner.create_task(gateway.registry.run(), name="probe replicas")
         yield gateway
         gateway.rollouts.upstreams.close()
+        gateway.rollouts.accounts.flush()
 
 
 async def _assemble(

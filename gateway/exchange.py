@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from time import monotonic
 from typing import Protocol
 
 from fleet.errors import FleetError, NoEligibleReplica
 from fleet.replica import Replica
+from gateway.accounts import TAIL_BYTES, Account
 from gateway.gate import Ticket
 from gateway.heads import REPLACED_IN_ANSWER, Headers, passed_on
 from gateway.rollouts import Rollouts
@@ -81,12 +83,15 @@ class Exchange:
     """Carries one rollout; its client calls `begin`, then perhaps `pause`, `resume`, `gone`."""
 
     __slots__ = (
+        "_began",
         "_client",
         "_connection",
         "_failed",
         "_is_gone",
         "_rollouts",
         "_started",
+        "_status",
+        "_tail",
         "_ticket",
         "_waiting",
         "request",
@@ -102,6 +107,9 @@ class Exchange:
         self._failed: list[str] = []
         self._started = False
         self._is_gone = False
+        self._began = monotonic()
+        self._status: int | None = None
+        self._tail = b""
 
     # -- from the client ---------------------------------------------------------------------------
 
@@ -124,8 +132,7 @@ class Exchange:
         if self._connection is not None:
             self._connection.abort()
             self._connection = None
-        self._rollouts.metrics.rollouts_cancelled.inc()
-        self._end()
+        self._end("cancelled")
 
     def pause(self) -> None:
         """The client takes the answer too slowly: take no more from the replica."""
@@ -149,7 +156,7 @@ class Exchange:
         if self._waiting is None:
             return
         self._waiting.cancel()
-        self._end()
+        self._end("aborted")
         own = [
             (b"content-length", b"%d" % len(body)),
             (b"x-weight-version", self._rollouts.gate.version.encode("latin-1")),
@@ -225,6 +232,7 @@ class Exchange:
         ticket, gate = self._ticket, self._rollouts.gate
         assert ticket is not None
         self._started = True
+        self._status = status
         answer = passed_on(headers, REPLACED_IN_ANSWER)
         answer.append((b"x-weight-version", ticket.version.encode("latin-1")))
         if gate.version != ticket.version:
@@ -238,12 +246,14 @@ class Exchange:
 
     def answer_body(self, data: bytes) -> None:
         """Pass a piece of the answer on as it came."""
+        if self._rollouts.accounts.keeps_tails:
+            self._tail = (self._tail + data)[-TAIL_BYTES:]
         self._client.body(data)
 
     def answer_complete(self) -> None:
         """The answer is whole."""
         self._connection = None
-        self._end()
+        self._end("complete")
         self._client.end()
 
     def answer_broken(self, reason: str) -> None:
@@ -260,7 +270,7 @@ class Exchange:
         self._rollouts.suspect(replica)
         log.warning("rollout failed", extra={"replica": replica, "error": reason})
         if self._started:
-            self._end()
+            self._end("broken")
             self._client.break_off()
             return
         self._failed.append(replica)
@@ -275,12 +285,26 @@ class Exchange:
 
     def _refuse(self, error: FleetError) -> None:
         self._rollouts.metrics.rollouts_refused.labels(type(error).__name__).inc()
-        self._end()
+        self._end("refused")
         self._client.refuse(error)
 
-    def _end(self) -> None:
+    def _end(self, outcome: str) -> None:
+        """Leave the books in order; the ticket goes back whatever the outcome."""
+        rollouts, request, ticket = self._rollouts, self.request, self._ticket
+        rollouts.running.discard(self)
+        account = Account(
+            request_id=(request.request_id or b"").decode("latin-1"),
+            path=request.target.partition(b"?")[0].decode("latin-1"),
+            outcome=outcome,
+            status=self._status,
+            replica=ticket.replica.id if ticket else None,
+            version=ticket.version if ticket else rollouts.gate.version,
+            version_end=rollouts.gate.version,
+            held_s=ticket.held_s if ticket else 0.0,
+            elapsed_s=monotonic() - self._began,
+        )
         self._end_ticket()
-        self._rollouts.running.discard(self)
+        rollouts.accounts.close(account, self._tail)
 
     def _end_ticket(self) -> None:
         ticket, self._ticket = self._ticket, None

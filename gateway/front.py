@@ -139,10 +139,8 @@ class Front(asyncio.Protocol):
                 if length is not None or not value.isdigit():
                     return None
                 length = value
-            elif name == b"x-request-id":
-                request.request_id = value
-            elif name == b"x-min-weight-version":
-                request.min_version = value.decode("latin-1")
+            elif name.startswith(b"x-"):
+                request.note(name, value)
             elif name == b"connection":
                 if value.lower() not in (b"keep-alive", b"close"):
                     return None

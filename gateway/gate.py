@@ -52,6 +52,7 @@ class _Waiting:
     size: int
     min_version: str | None
     avoid: frozenset[str]
+    key: bytes | None
     admitted: asyncio.Future[Ticket]
     since: float = field(default_factory=monotonic)
 
@@ -61,7 +62,8 @@ class RolloutGate:
 
     def __init__(self, settings: GateSettings, policy: str) -> None:
         self._settings = settings
-        self._policy = POLICIES[policy]
+        self._choose = POLICIES[policy].choose
+        self.key_of = POLICIES[policy].key_of
         self._line: dict[_Waiting, None] = {}
         self._held_bytes = 0
         self._eligible: dict[str, Replica] = {}
@@ -113,24 +115,30 @@ class RolloutGate:
 
     # -- what the rollouts ask --------------------------------------------------------------------
 
-    def try_admit(self, min_version: str | None, avoid: Iterable[str] = ()) -> Ticket | None:
-        """Return a ticket if a replica may take the rollout this instant."""
-        return self._try(min_version, avoid, held_s=0.0)
+    def try_admit(
+        self, min_version: str | None, avoid: Iterable[str] = (), key: bytes | None = None
+    ) -> Ticket | None:
+        """Return a ticket if a replica may take the rollout this instant; `key` is from key_of."""
+        return self._try(min_version, avoid, key, held_s=0.0)
 
     async def admit(
-        self, size: int, min_version: str | None = None, avoid: Iterable[str] = ()
+        self,
+        size: int,
+        min_version: str | None = None,
+        avoid: Iterable[str] = (),
+        key: bytes | None = None,
     ) -> Ticket:
         """Return a ticket as soon as an eligible replica may take the rollout.
 
         `avoid` are replicas that have just failed it. Raises GateOverflow when the line is full or
         the mode is `reject`, DeadlinePassed or NoEligibleReplica when the gate's time is over.
         """
-        ticket = self.try_admit(min_version, avoid)
+        ticket = self.try_admit(min_version, avoid, key)
         if ticket is not None:
             return ticket
-        avoided = frozenset(avoid)
         self._check_room(size)
-        waiting = _Waiting(size, min_version, avoided, asyncio.get_running_loop().create_future())
+        admitted: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(size, min_version, frozenset(avoid), key, admitted)
         self._line[waiting] = None
         self._held_bytes += size
         try:
@@ -172,7 +180,9 @@ class RolloutGate:
             return True
         return version == UNSET_VERSION or self._state.order_of(version) is not None
 
-    def _try(self, min_version: str | None, avoid: Iterable[str], held_s: float) -> Ticket | None:
+    def _try(
+        self, min_version: str | None, avoid: Iterable[str], key: bytes | None, held_s: float
+    ) -> Ticket | None:
         if not self._may_go(min_version):
             return None
         eligible = self._eligible_ids
@@ -180,7 +190,7 @@ class RolloutGate:
             eligible = [replica for replica in eligible if replica not in avoid]
         if not eligible:
             return None
-        chosen = self._policy(eligible, self.inflight, self._dispatched)
+        chosen = self._choose(eligible, self.inflight, self._dispatched, key)
         return self._dispatch(self._eligible[chosen], held_s)
 
     def _dispatch(self, replica: Replica, held_s: float) -> Ticket:
@@ -199,7 +209,7 @@ class RolloutGate:
             if waiting.admitted.done():
                 continue
             held_s = monotonic() - waiting.since
-            ticket = self._try(waiting.min_version, waiting.avoid, held_s)
+            ticket = self._try(waiting.min_version, waiting.avoid, waiting.key, held_s)
             if ticket is not None:
                 waiting.admitted.set_result(ticket)
 

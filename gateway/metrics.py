@@ -17,6 +17,8 @@ from fleet.replica import ReplicaState
 from fleet.state import UNSET_VERSION, FleetState
 from gateway.gate import RolloutGate
 
+SERIES_KEPT = 64
+"""How many pairs of version and status class the counter of rollouts shows at once."""
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
@@ -43,6 +45,17 @@ class Metrics:
             "Rollouts whose client left before the answer was complete.",
             registry=self.registry,
         )
+        self.rollouts_spanning = Counter(
+            "fleet_rollouts_spanning",
+            "Rollouts whose last token came under another weight version than their first.",
+            registry=self.registry,
+        )
+        self.rollout_held_s = Histogram(
+            "fleet_rollout_held_seconds",
+            "How long rollouts that were held at the gate waited there.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
         self.control_s = Histogram(
             "fleet_control_seconds",
             "Control calls, from the last byte of the request to the answer, by path and status.",
@@ -57,7 +70,15 @@ class Metrics:
         child = self._rollouts.get(key)
         if child is None:
             child = self._rollouts[key] = self.rollouts.labels(version, status // 100 * 100)
+            self._forget_old_versions()
         child.inc()
+
+    def _forget_old_versions(self) -> None:
+        """Keep the label's values few: a training run commits thousands of versions."""
+        while len(self._rollouts) > SERIES_KEPT:
+            version, status = next(iter(self._rollouts))
+            del self._rollouts[version, status]
+            self.rollouts.remove(version, status * 100)
 
     def observe(self, state_of: Callable[[], FleetState], gate: RolloutGate) -> None:
         """Add the gauges that are read off the fleet's state."""

@@ -123,8 +123,5 @@ def _request_of(scope: Scope, body: bytearray) -> Request:
         body=body,
     )
     for name, value in request.headers:
-        if name == b"x-request-id":
-            request.request_id = value
-        elif name == b"x-min-weight-version":
-            request.min_version = value.decode("latin-1")
+        request.note(name, value)
     return request

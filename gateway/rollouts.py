@@ -11,6 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from fleet.errors import BodyTooLarge
+from gateway.accounts import Accounts
 from gateway.auth import Right, authorise
 from gateway.gate import RolloutGate
 from gateway.heads import REPLACED_IN_REQUEST, Headers
@@ -63,6 +64,7 @@ class Rollouts:
     ) -> None:
         self.gate = gate
         self.metrics = metrics
+        self.accounts = Accounts(metrics, settings.log.access)
         self.upstreams = Upstreams()
         self.suspect = suspect
         self.running: set[Exchange] = set()

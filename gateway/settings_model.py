@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
@@ -97,8 +98,11 @@ class GateMode(StrEnum):
 class RoutingPolicy(StrEnum):
     """How a replica is chosen among the eligible ones."""
 
-    ROUND_ROBIN = "round_robin"
     LEAST_INFLIGHT = "least_inflight"
+    ROUND_ROBIN = "round_robin"
+    POWER_OF_TWO = "power_of_two"
+    CONSISTENT_HASH = "consistent_hash"
+    PREFIX = "prefix"
 
 
 class DeploymentKind(StrEnum):
@@ -144,7 +148,10 @@ class Routing(_Group):
     """The choice of a replica for a rollout."""
 
     policy: RoutingPolicy = RoutingPolicy.LEAST_INFLIGHT
-    """Fewest requests in flight first: answers differ in length by orders of magnitude."""
+    """`least_inflight`, fewest requests in flight first: answers differ in length by orders of
+    magnitude. `round_robin` takes turns; `power_of_two` takes the less busy of two drawn ones;
+    `consistent_hash` keeps an X-Session-Id on one replica, `prefix` prompts that start alike, both
+    unless it is overloaded. What has no session or no readable prompt goes by `least_inflight`."""
 
 
 class Timeouts(_Group):
@@ -252,6 +259,16 @@ class Log(_Group):
     """The least important message that is written."""
     format: LogFormat = LogFormat.TEXT
     """Text for people, JSON lines for collectors."""
+    access: Annotated[str, Field(min_length=1)] | None = None
+    """File that gets one JSON line per rollout: versions, replica, times, tokens. Off, because
+    thousands of rollouts a second write much."""
+
+    @field_validator("access")
+    @classmethod
+    def _in_a_folder(cls, value: str | None) -> str | None:
+        if value is not None and not Path(value).absolute().parent.is_dir():
+            raise ValueError(f"there is no folder for {value!r}")
+        return value
 
 
 class Settings(_Group):

@@ -6,14 +6,11 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fleet.errors import DeadlinePassed, GateOverflow, NoEligibleReplica
 from fleet.membership import marked
 from fleet.state import Phase, TrainerPause
 from gateway.gate import RolloutGate, Ticket
-from gateway.routing import POLICIES, least_inflight, round_robin
 from gateway.settings_model import Gate as GateSettings
 from gateway.settings_model import GateMode
 from tests.fleets import NOW, change, fleet_in, fleet_of, replica
@@ -281,33 +278,3 @@ async def test_a_replica_that_is_not_ready_gets_nothing() -> None:
     gate = gate_at(OPEN)
     gate.follow(marked(OPEN, ["a", "b"], fence="mixed"))
     assert {(await gate.admit(1)).replica.id for _ in range(6)} == {"c"}
-
-
-# -- routing ---------------------------------------------------------------------------------------
-
-names = st.lists(st.sampled_from("abcdef"), min_size=1, unique=True)
-counts = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 9))
-
-
-@given(names, counts, st.integers(0, 1000))
-def test_least_inflight_never_takes_a_busier_one(
-    eligible: list[str], inflight: dict[str, int], turn: int
-) -> None:
-    """Answers differ in length by orders of magnitude, so counts decide, not turns."""
-    chosen = least_inflight(eligible, inflight, turn)
-    assert chosen in eligible
-    assert inflight.get(chosen, 0) == min(inflight.get(name, 0) for name in eligible)
-
-
-@given(names)
-def test_ties_go_round(eligible: list[str]) -> None:
-    """Otherwise the first of an idle fleet would get everything."""
-    turns = range(len(eligible))
-    assert [least_inflight(eligible, {}, turn) for turn in turns] == eligible
-    assert [round_robin(eligible, {"a": 99}, turn) for turn in turns] == eligible
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-async def test_every_policy_can_be_chosen_by_name(policy: str) -> None:
-    """And takes an eligible replica."""
-    assert (await gate_at(OPEN, policy).admit(1)).replica.id == "a"
