@@ -72,9 +72,9 @@ class FanOut:
         silence = Outcome(outcome=Result.WEDGED, detail="still inside the collective")
         return {replica: gathering.outcomes.get(replica, silence) for replica in attempts}
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Let something that nobody waits for run in the fan-out's own group."""
-        self._owner.create_task(work, name=name)
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Let something that nobody need wait for run in the fan-out's own group."""
+        return self._owner.create_task(work, name=name)
 
     async def look(self, attempts: Mapping[str, Callable[[], Awaitable[Seen]]]) -> dict[str, Seen]:
         """Make independent look-ups that bound themselves; a bug in one cancels the others."""

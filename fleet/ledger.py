@@ -29,14 +29,13 @@ log = logging.getLogger(__name__)
 
 STATE = "state"
 ROUNDS = "rounds"
-EVENTS = "events"
 ROUNDS_KEPT = 200
-EVENTS_KEPT = 10_000
 ATTEMPTS = 200
 """How often a change is made again on a newer state. Who lost needs two round trips for the next
 attempt, who won only one, so a busy gateway may win many times in a row."""
 
 Watcher = Callable[[FleetState], None]
+Listener = Callable[[Event, FleetState], None]
 
 
 class Ledger:
@@ -48,6 +47,7 @@ class Ledger:
         self._stamp = stamp
         self._lock = asyncio.Lock()
         self._watchers: list[Watcher] = []
+        self._listeners: list[Listener] = []
         self._doubtful = False
 
     @classmethod
@@ -63,6 +63,10 @@ class Ledger:
         self._watchers.append(watcher)
         watcher(self.state)
 
+    def listen(self, listener: Listener) -> None:
+        """Call `listener` with every event of a round that was applied here and saved."""
+        self._listeners.append(listener)
+
     async def apply(self, event: Event) -> tuple[Action, ...]:
         """Advance the round by one event, save, and return what must be done.
 
@@ -76,7 +80,9 @@ class Ledger:
             state, actions = advance(state, event)
             return state
 
-        await self.amend(step)
+        state = await self.amend(step)
+        for listener in self._listeners:
+            listener(event, state)
         return actions
 
     async def amend(self, change: Callable[[FleetState], FleetState]) -> FleetState:

@@ -104,6 +104,7 @@ class Performer:
         self._gate = gate
         self._options = options
         self._deadlines = options.deadlines
+        self._closing: set[asyncio.Task[None]] = set()
         self._doers: dict[type[Action], Callable[[Any, Errand], Awaitable[Answered | None]]] = {
             Archive: self._archive,
             CloseSessions: self._close_sessions,
@@ -213,12 +214,16 @@ class Performer:
 
     async def _close_sessions(self, action: CloseSessions, errand: Errand) -> None:
         del errand
-        if not action.targets:
-            return
         if action.wait:
-            await self._close_now(action.targets)
-        else:
-            self._fan_out.spawn(self._close_later(action.targets), name="close open sessions")
+            if self._closing:  # a finish that comes late must not close what is opened next
+                await asyncio.wait(self._closing)
+            if action.targets:
+                await self._close_now(action.targets)
+        elif action.targets:
+            work = self._close_later(action.targets)
+            task = self._fan_out.spawn(work, name="close open sessions")
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     async def _close_now(self, targets: tuple[str, ...]) -> None:
         outcomes = await self._bare_finish(targets)
@@ -244,7 +249,7 @@ class Performer:
 
     async def _bare_finish(self, targets: tuple[str, ...]) -> Outcomes:
         call = Call("POST", FINISH, fresh=True)
-        return await self.ask(targets, lambda _: call, self._deadlines.finish_s)
+        return await self.ask(targets, lambda _: call, self._deadlines.control_s)
 
     async def _reset_caches(self) -> bool:
         """Drop the old weights' KV where nothing was paused; running requests are preempted."""

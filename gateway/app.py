@@ -21,6 +21,7 @@ from fleet.controls import Controls
 from fleet.coordinator import Coordinator
 from fleet.errors import FleetError
 from fleet.fanout import FanOut
+from fleet.journal import Journal
 from fleet.ledger import Ledger
 from fleet.options import Deadlines, FleetOptions, Placement
 from fleet.owner import task_owner
@@ -92,6 +93,7 @@ async def open_gateway(settings: Settings) -> AsyncGenerator[Gateway]:
         await gateway.registry.add(settings.replicas)
         await gateway.registry.sweep()
         owner.create_task(gateway.registry.run(), name="probe replicas")
+        owner.create_task(gateway.journal.run(), name="write events")
         yield gateway
         gateway.rollouts.upstreams.close()
         gateway.rollouts.accounts.flush()
@@ -107,6 +109,8 @@ async def _assemble(
     ledger = await Ledger.open(store, settings.name)
     gate = RolloutGate(settings.gate, settings.routing.policy)
     ledger.watch(gate.follow)
+    journal = Journal(store)
+    ledger.listen(journal.note)
     metrics = Metrics()
     metrics.observe(lambda: ledger.state, gate)
     fan_out = FanOut(owner)
@@ -121,6 +125,7 @@ async def _assemble(
         settings=settings,
         store=store,
         ledger=ledger,
+        journal=journal,
         registry=registry,
         coordinator=Coordinator(ledger, performer, registry, fan_out, options),
         controls=Controls(ledger, performer, gate, options),

@@ -8,6 +8,7 @@ from fastapi import Request
 
 from fleet.controls import Controls
 from fleet.coordinator import Coordinator
+from fleet.journal import Journal
 from fleet.ledger import Ledger
 from fleet.registry import Registry
 from fleet.replica_client import ReplicaClient
@@ -27,6 +28,7 @@ class Gateway:
     settings: Settings
     store: Store
     ledger: Ledger
+    journal: Journal
     registry: Registry
     coordinator: Coordinator
     controls: Controls

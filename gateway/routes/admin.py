@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
 
 from fleet.bodies import decode
 from fleet.errors import BadInput, WrongPhase
@@ -45,6 +46,25 @@ async def rounds(request: Request, limit: int = Query(50, ge=1, le=200)) -> Resp
     gateway = _guarded(request)
     found = await gateway.ledger.rounds(limit)
     return _json({"rounds": [round_view(record) for record in found]})
+
+
+@router.get("/events")
+async def events(request: Request) -> Response:
+    """Follow what happens to the fleet as server-sent events (WHATWG HTML, 9.2).
+
+    `Last-Event-ID` goes on where a follower was cut off; without it, from now on.
+    """
+    gateway = _guarded(request)
+    after = request.headers.get("last-event-id")
+    return StreamingResponse(_server_sent(gateway, after), media_type="text/event-stream")
+
+
+async def _server_sent(gateway: Gateway, after: str | None) -> AsyncGenerator[bytes]:
+    yield b": the fleet's events follow\n\n"
+    async for record in gateway.journal.follow(after):
+        body = record.fields["event"]
+        name = msgspec.json.decode(body)["event"]
+        yield f"id: {record.id}\nevent: {name}\ndata: ".encode() + body + b"\n\n"
 
 
 class _NewReplica(msgspec.Struct, frozen=True):
