@@ -170,17 +170,15 @@ def test_what_only_looks_like_kubernetes_is_refused(name: str) -> None:
         load_settings(environ={name: "8000"}, flags={}, config=None)
 
 
+POLICY_NAMES = "'least_inflight', 'round_robin', 'power_of_two', 'consistent_hash' or 'prefix'"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "fact"),
     [
         ("PAUSE_ON_UPDATE", "kep", "should be 'keep', 'wait', 'abort' or 'off', not 'kep'"),
         ("GATE__MODE", "", "should be 'hold' or 'reject', not ''"),
-        (
-            "ROUTING__POLICY",
-            "random",
-            "should be 'least_inflight', 'round_robin', 'power_of_two', 'consistent_hash' or "
-            "'prefix', not 'random'",
-        ),
+        ("ROUTING__POLICY", "random", f"should be {POLICY_NAMES}, not 'random'"),
         ("DISCOVERY", "dns", "dns is not available in this version; use static"),
         ("DISCOVERY", "kubernetes", "kubernetes is not available in this version; use static"),
         ("DISCOVERY", "x", "should be 'static', 'dns' or 'kubernetes', not 'x'"),
