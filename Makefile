@@ -8,12 +8,13 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+ROUTER := .tools/vllm-router/bin/vllm-router
 
 .DEFAULT_GOAL := help
-.PHONY: help venv redis demo test check format e2e bench clean
+.PHONY: help venv redis demo test check format e2e bench bench-rollouts clean
 
 help: ## List what can be made
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## Install the project and its tools into .venv
 
@@ -53,6 +54,16 @@ e2e: redis ## Run the tests that drive real vLLM servers on the CPU
 
 bench: venv ## Measure fan-out and proxy
 	$(BIN)/python -m benchmarks.fanout
+
+bench-rollouts: venv $(ROUTER) ## Measure rollouts beside other proxies (installs them)
+	@command -v wrk >/dev/null || sh .ci/apt wrk
+	@PATH="$$PATH:/usr/sbin"; command -v haproxy >/dev/null || sh .ci/apt haproxy || true
+	@PATH="$$PATH:/usr/sbin"; command -v nginx >/dev/null || sh .ci/apt nginx-light || true
+	$(BIN)/python -m benchmarks.rollouts
+
+$(ROUTER):
+	$(PYTHON) -m venv .tools/vllm-router
+	.tools/vllm-router/bin/python -m pip install --quiet $(PIP_FLAGS) vllm-router==0.1.17
 
 clean: ## Delete everything that can be made again
 	rm -rf .venv .venv-vllm .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build

@@ -17,13 +17,7 @@ import argparse
 import asyncio
 import gc
 import json
-import os
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -31,6 +25,7 @@ from statistics import median
 import aiohttp
 import uvloop
 
+from benchmarks.children import end_on_sigterm, gateway, kilobytes, redis_store, sinks
 from benchmarks.sinks import raise_file_limit
 
 BODY = json.dumps(
@@ -59,57 +54,6 @@ class Row:
     def ratio(self) -> float:
         """How much longer the phase takes through the gateway."""
         return self.gateway_s / self.bare_s
-
-
-@contextmanager
-def sinks(count: int) -> Generator[list[str]]:
-    """Run that many sinks in a process of their own; yields their URLs."""
-    command = [sys.executable, "-m", "benchmarks.sinks", str(count)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            ports = json.loads(process.stdout.readline())
-            yield [f"http://127.0.0.1:{port}" for port in ports]
-        finally:
-            process.kill()
-
-
-@contextmanager
-def gateway(urls: list[str], store: str) -> Generator[tuple[str, int]]:
-    """Run the gateway as users do; yields its URL and process id."""
-    port = _free_port()
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("FLEET_")},
-        "FLEET_REPLICAS": ",".join(urls),
-        "FLEET_LOG__LEVEL": "warning",
-        "FLEET_STORE": store,
-        "FLEET_NAME": f"bench-{port}",
-        "FLEET_AUTO_VERSION": "false",  # sinks keep no label, and a changed one would be probed
-    }
-    fleet = str(Path(sys.executable).with_name("fleet"))
-    command = [fleet, "serve", "--host", "127.0.0.1", "--port", str(port)]
-    with subprocess.Popen(command, env=environment) as process:
-        try:
-            yield f"http://127.0.0.1:{port}", process.pid
-        finally:
-            process.terminate()
-            process.wait()
-
-
-@contextmanager
-def redis_store() -> Generator[str | None]:
-    """Run a Redis server for the time of the benchmark, if there is one to run."""
-    server = shutil.which("redis-server")
-    if server is None:
-        yield None
-        return
-    port = _free_port()
-    command = [server, "--port", str(port), "--save", "", "--appendonly", "no"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        try:
-            yield f"redis://127.0.0.1:{port}/0"
-        finally:
-            process.kill()
 
 
 async def until_ready(http: aiohttp.ClientSession, url: str, count: int) -> None:
@@ -165,7 +109,8 @@ async def timed(work: object) -> float:
 async def measure(urls: list[str], store: str, rounds: int) -> Row:
     """Alternate a bare gather and the gateway over the same sinks."""
     no_limit = aiohttp.ClientTimeout(total=None)
-    with gateway(urls, store) as (url, _):
+    with gateway(urls, store) as server:
+        url = server.url
         async with aiohttp.ClientSession(timeout=no_limit) as http:
             await until_ready(http, url, len(urls))
             await open_round(http, url, len(urls))
@@ -182,32 +127,20 @@ async def measure_memory(urls: list[str]) -> float:
     """Return the growth of the gateway's peak size for one big body, in bodies."""
     body = b'{"update_info":{"ipc_handles_pickled":"' + b"A" * BIG + b'"}}'
     no_limit = aiohttp.ClientTimeout(total=None)
-    with gateway(urls, "memory://") as (url, pid):
+    with gateway(urls) as server:
+        url, pid = server.url, server.pid
         async with aiohttp.ClientSession(timeout=no_limit) as http:
             await until_ready(http, url, len(urls))
             await open_round(http, url, len(urls))
             await post(http, url, "/update_weights", BODY)
             _forget_peak(pid)
-            before = _kilobytes(pid, "VmRSS")
+            before = kilobytes(pid, "VmRSS")
             await post(http, url, "/update_weights", body)
-            return (_kilobytes(pid, "VmHWM") - before) * 1024 / len(body)
+            return (kilobytes(pid, "VmHWM") - before) * 1024 / len(body)
 
 
 def _forget_peak(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-
-def _kilobytes(pid: int, field: str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field))
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def main() -> None:
@@ -217,11 +150,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     asked = parser.parse_args()
     raise_file_limit()
+    end_on_sigterm()
     print("| replicas | store | bare gather | through the gateway | ratio |")
     print("| ---: | --- | ---: | ---: | ---: |")
     with redis_store() as redis:
         for count in asked.replicas:
-            with sinks(count) as urls:
+            with sinks(count) as (urls, _):
                 for store in filter(None, ("memory://", redis)):
                     row = uvloop.run(measure(urls, store, asked.rounds))
                     print(
@@ -229,7 +163,7 @@ def main() -> None:
                         f"{row.gateway_s * 1000:.1f} ms | {row.ratio:.2f} |",
                         flush=True,
                     )
-    with sinks(64) as urls:
+    with sinks(64) as (urls, _):
         bodies = uvloop.run(measure_memory(urls))
     print(f"\nA {BIG / 1e6:.0f} MB body to 64 replicas: peak memory grows by {bodies:.1f} bodies.")
 

@@ -1,7 +1,8 @@
 """Many of the cheapest possible replicas in one process: they read a request and say ok.
 
-Raw asyncio protocols, so that the measuring machine spends its time in what is measured. They
-answer what probing asks and every control call; they hold no weights and know no phases.
+Raw asyncio protocols on uvloop, so that the measuring machine spends its time in what is measured.
+They answer what probing asks, every control call, and completions (`benchmarks/answers.py`); they
+hold no weights and know no phases.
 
     python -m benchmarks.sinks COUNT      prints the ports as one JSON line, runs until killed
 """
@@ -12,6 +13,11 @@ import asyncio
 import json
 import resource
 import sys
+from typing import cast
+
+import uvloop
+
+from benchmarks.answers import Answers
 
 SERVER_INFO = {
     "vllm_config": {
@@ -29,27 +35,36 @@ ANSWERS: dict[bytes, object] = {
     b"/resume": {"status": "resumed"},
 }
 MEMBER_PATHS = (b"/init", b"/start", b"/update", b"/finish")
+COMPLETIONS = b"/v1/completions"
+END_STREAMS = b"/end_streams"
 
 
 class Sink(asyncio.Protocol):
     """One connection to a sink."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
         self._head = bytearray()
         self._missing = 0
         self._path = b""
+        self._kept: list[bytes] | None = None
         self._close = False
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's are not registered
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """A stream whose client has left ends."""
+        self._answers.forget(self._transport)
 
     def data_received(self, data: bytes) -> None:
-        """Count the body down without keeping it, then answer."""
+        """Count the body down, keeping only that of a completion, then answer."""
         if self._missing:
             self._missing -= len(data)
+            if self._kept is not None:
+                self._kept.append(data)
         else:
             self._head += data
             end = self._head.find(b"\r\n\r\n")
@@ -57,6 +72,8 @@ class Sink(asyncio.Protocol):
                 return
             self._read_head(bytes(self._head[:end]))
             self._missing -= len(self._head) - end - 4
+            is_completion = self._path == COMPLETIONS
+            self._kept = [bytes(self._head[end + 4 :])] if is_completion else None
             self._head.clear()
         if self._missing == 0:
             self._answer()
@@ -72,6 +89,11 @@ class Sink(asyncio.Protocol):
         self._close = fields.get(b"connection", b"").lower() == b"close"
 
     def _answer(self) -> None:
+        if self._kept is not None and self._transport is not None:
+            self._answers.complete(self._transport, b"".join(self._kept))
+            return
+        if self._path == END_STREAMS:
+            self._answers.end_streams()
         status = b"405 Method Not Allowed" if self._path == b"405" else b"200 OK"
         body = json.dumps(ANSWERS.get(self._path, {"message": "ok"})).encode()
         assert self._transport is not None
@@ -86,7 +108,11 @@ class Sink(asyncio.Protocol):
 async def listen(count: int) -> None:
     """Open `count` sinks on free ports and serve until killed."""
     loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(Sink, "127.0.0.1", 0, backlog=64) for _ in range(count)]
+    answers = Answers()
+    servers = [
+        await loop.create_server(lambda: Sink(answers), "127.0.0.1", 0, backlog=2048)
+        for _ in range(count)
+    ]
     print(json.dumps([server.sockets[0].getsockname()[1] for server in servers]), flush=True)
     await asyncio.Event().wait()
 
@@ -99,4 +125,4 @@ def raise_file_limit() -> None:
 
 if __name__ == "__main__":
     raise_file_limit()
-    asyncio.run(listen(int(sys.argv[1])))
+    uvloop.run(listen(int(sys.argv[1])))

@@ -1,0 +1,256 @@
+"""Rollouts through the gateway beside other proxies, on one machine, in one run.
+
+    make bench-rollouts       or: python -m benchmarks.rollouts [--quick]
+
+Two cheap replicas (benchmarks/sinks.py), and in front of them: nothing, this gateway, and whatever
+of vllm-router, HAProxy and nginx is installed. Runs alternate: every way gets a second of wrk, then
+every way again. Ratios are taken within one turn, and their median is printed.
+
+Then, for the gateway alone: what it adds to the median latency at one connection, and how large it
+is while 10,000 rollouts are held at its gate, and while 10,000 stream through it.
+
+Before all that a crowd (benchmarks/crowd.py) compares every byte of some thousand answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from benchmarks import children
+from benchmarks.children import Server, cpu_s, kilobytes
+from benchmarks.load import Load, crowd, drive, find_wrk
+from benchmarks.sinks import raise_file_limit
+
+DIRECT, GATEWAY, ROUTER = "no proxy", "this gateway", "vllm-router"
+KINDS = {
+    "json": "JSON, 1 KB",
+    "burst": "stream of 50 events, at once",
+    "paced": "stream of 50 events, one per 4 ms",
+}
+SPARE_FILES = 300
+READY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    turns: int
+    connections: Sequence[int]
+    pairs: int
+    crowd: int
+    visits: dict[str, tuple[int, int]]
+    """For each kind of answer: connections of the checking crowd, requests of each."""
+
+
+FULL = Size(3, (1, 32, 256), 7, 10_000, {"json": (256, 10), "burst": (256, 4), "paced": (256, 1)})
+QUICK = Size(1, (32,), 2, 1_000, {"json": (256, 1), "burst": (64, 1)})
+
+
+@dataclass
+class Cell:
+    """All runs of one way under one kind of load, in turn."""
+
+    loads: list[Load] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    def of(self, other: Cell | None) -> str:
+        """Return the median of the ratios of rates, turn by turn."""
+        if other is None:
+            return "–"
+        pairs = zip(self.loads, other.loads, strict=True)
+        return f"{median(a.requests_per_s / b.requests_per_s for a, b in pairs):.2f}"
+
+    def columns(self) -> Iterable[str]:
+        """Return rate, latencies, CPU time and failures."""
+        yield f"{median(load.requests_per_s for load in self.loads):,.0f}"
+        yield f"{median(load.p50_s for load in self.loads) * 1000:.2f}"
+        yield f"{median(load.p99_s for load in self.loads) * 1000:.2f}"
+        pairs = zip(self.cpu_s, self.loads, strict=True)
+        yield f"{median(cpu / max(1, load.requests) for cpu, load in pairs) * 1e6:,.0f}"
+        yield str(sum(load.failed for load in self.loads))
+
+
+@contextmanager
+def ways(urls: list[str], sinks_pid: int) -> Generator[dict[str, Server]]:
+    """Run everything that can stand in front of the replicas."""
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        gateway = stack.enter_context(children.gateway(urls))
+        found = {
+            DIRECT: Server(urls[0], sinks_pid),
+            GATEWAY: gateway,
+            ROUTER: stack.enter_context(children.vllm_router(urls)),
+            "HAProxy": stack.enter_context(children.haproxy(urls, scratch)),
+            "nginx": stack.enter_context(children.nginx(urls, scratch)),
+        }
+        until(lambda: all_ready(gateway, len(urls)), "the gateway sees its replicas")
+        for name in (name for name, server in found.items() if server is None):
+            print(f"{name} is not installed: skipped.")
+        yield {name: server for name, server in found.items() if server is not None}
+
+
+def check(running: dict[str, Server], visits: dict[str, tuple[int, int]]) -> None:
+    """Compare every byte of some answers of every way, and print what was right."""
+    print("\n| through | answers compared | wrong |\n| --- | ---: | ---: |")
+    complaints: list[str] = []
+    for name, server in running.items():
+        right = wrong = 0
+        for kind, (connections, requests) in visits.items():
+            with crowd(server.url, kind, connections, "--requests", str(requests)) as people:
+                told = people.result()
+            right, wrong = right + told["right"], wrong + told["wrong"]
+            complaints += [f"{name}, {kind}: {text}" for text in told["complaints"]]
+        print(f"| {name} | {right + wrong:,} | {wrong:,} |", flush=True)
+    print("".join(f"\n- {text}" for text in complaints), flush=True)
+
+
+def compare(running: dict[str, Server], kind: str, connections: int, turns: int) -> dict[str, Cell]:
+    """Let every way have its second, again and again."""
+    cells = {name: Cell() for name in running}
+    for turn in range(turns):
+        names = list(running) if turn % 2 == 0 else list(reversed(running))
+        for name in names:
+            before = cpu_s(running[name].pid)
+            load = drive(running[name].url, kind, connections, seconds=1)
+            cells[name].cpu_s.append(cpu_s(running[name].pid) - before)
+            cells[name].loads.append(load)
+    return cells
+
+
+def print_rates(running: dict[str, Server], size: Size) -> None:
+    """Print one table for each kind of answer."""
+    for kind in size.visits:
+        print(f"\n{KINDS[kind]}:\n")
+        print(
+            "| connections | through | of no proxy | of vllm-router | requests/s | p50 ms | p99 ms "
+            "| CPU µs each | failed |\n| ---: | --- |" + " ---: |" * 7
+        )
+        for connections in size.connections:
+            cells = compare(running, kind, connections, size.turns)
+            for name, cell in cells.items():
+                ratios = (cell.of(cells[DIRECT]), cell.of(cells.get(ROUTER)))
+                print("|", " | ".join([str(connections), name, *ratios, *cell.columns()]), "|")
+
+
+def print_added(running: dict[str, Server], pairs: int) -> None:
+    """Print what the gateway adds to the median latency when there is one connection."""
+    added: list[float] = []
+    for _ in range(pairs):
+        direct, through = (drive(running[x].url, "json", 1, seconds=1) for x in (DIRECT, GATEWAY))
+        added.append((through.p50_s - direct.p50_s) * 1000)
+    print(
+        f"\nAdded to the p50 at 1 connection, JSON: {median(added):.2f} ms "
+        f"(median of {pairs} pairs of runs; {min(added):.2f} to {max(added):.2f})",
+        flush=True,
+    )
+
+
+def hold(gateway: Server, count: int) -> tuple[int, dict[str, Any]]:
+    """Let so many wait at the gate of a paused gateway; returns its size in KiB, what came."""
+    post(f"{gateway.url}/pause")
+    with crowd(gateway.url, "json", count, "--prompt-bytes", "1000", "--limit", "90") as people:
+        until(lambda: get(f"{gateway.url}/fleet")["gate"]["held"] == count, f"{count} are held")
+        size = kilobytes(gateway.pid, "VmRSS")
+        post(f"{gateway.url}/resume")
+        return size, people.result()
+
+
+def stream(gateway: Server, count: int, sink: str) -> tuple[int, dict[str, Any]]:
+    """Let so many stream at once; returns the gateway's size in KiB, what came."""
+    with crowd(gateway.url, "open", count, "--prompt-bytes", "1000", "--limit", "90") as people:
+        people.until_begun(count)
+        time.sleep(2)  # two more events for each
+        size = kilobytes(gateway.pid, "VmRSS")
+        post(f"{sink}/end_streams")  # of all sinks: they share a process
+        return size, people.result()
+
+
+def print_memory(urls: list[str], count: int) -> None:
+    """Print how large a gateway is with a crowd in it."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = min(count, (files - SPARE_FILES) // 2)
+    print(
+        "\n| 1 KB rollouts at once | number | gateway before, MiB | with them, MiB | KB each "
+        "| peak, MiB | right | wrong |\n| --- |" + " ---: |" * 7
+    )
+    acts = {"held, then released": hold, "streaming": partial(stream, sink=urls[0])}
+    for what, act in acts.items():
+        with children.gateway(urls) as gateway:
+            until(lambda g=gateway: all_ready(g, len(urls)), "the gateway sees its replicas")
+            drive(gateway.url, "json", 1, seconds=1)
+            before = kilobytes(gateway.pid, "VmRSS")
+            size, told = act(gateway, most)
+            peak = kilobytes(gateway.pid, "VmHWM")
+        each = (size - before) * 1.024 / most
+        print(
+            f"| {what} | {most:,} | {before / 1024:.0f} | {size / 1024:.0f} | {each:.1f} "
+            f"| {peak / 1024:.0f} | {told['right']:,} | {told['wrong']:,} |",
+            flush=True,
+        )
+        print("".join(f"- {text}\n" for text in told["complaints"]), end="", flush=True)
+    if most < count:
+        print(f"\nNot {count:,}, since a process may open {files:,} files here, two for each.")
+
+
+def all_ready(gateway: Server, count: int) -> bool:
+    """Whether the gateway may send rollouts to so many replicas."""
+    return get(f"{gateway.url}/fleet")["replicas"].get("ready") == count
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for a condition, for a minute at most."""
+    ends = time.monotonic() + READY_S
+    while time.monotonic() < ends:
+        try:
+            if holds():
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise SystemExit(f"waited {READY_S:g} s in vain until {what}")
+
+
+def get(url: str) -> dict[str, Any]:
+    """Return what a GET answers."""
+    return json.loads(httpx.get(url, timeout=30).text)
+
+
+def post(url: str) -> None:
+    """Make a call that must succeed."""
+    httpx.post(url, timeout=60).raise_for_status()
+
+
+def main() -> None:
+    """Run the benchmark and print tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="less of everything, within 40 s")
+    size = QUICK if parser.parse_args().quick else FULL
+    started = time.monotonic()
+    find_wrk()
+    raise_file_limit()
+    children.end_on_sigterm()
+    with children.sinks(2) as (urls, pid):
+        with ways(urls, pid) as running:
+            check(running, size.visits)
+            print_rates(running, size)
+            print_added(running, size.pairs)
+        print_memory(urls, size.crowd)
+    print(f"\nTook {time.monotonic() - started:.0f} s.")
+
+
+if __name__ == "__main__":
+    main()
