@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 2
 """How often a rollout may be tried: once more, on another replica, if no byte has come back."""
 
+NOTED = frozenset({b"x-request-id", b"x-min-weight-version", b"x-session-id"})
+"""Headers meant for the gateway, taken in by `Request.note`."""
+
 
 @dataclass(slots=True)
 class Request:
@@ -46,7 +49,7 @@ class Request:
     """What the routing policy goes by, if it goes by anything of the rollout."""
 
     def note(self, name: bytes, value: bytes) -> None:
-        """Take in a header, its name in lower case, if it is meant for the gateway."""
+        """Take in a header, its name in lower case, if it is one of NOTED."""
         if name == b"x-request-id":
             self.request_id = value
         elif name == b"x-min-weight-version":

@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 
 from fleet.errors import FleetError
 from gateway.errors import body_of, headers_of, status_of
-from gateway.exchange import Exchange, Request
+from gateway.exchange import NOTED, Exchange, Request
 from gateway.heads import Headers
 from gateway.rollouts import Rollouts, is_rollout
 
@@ -32,6 +32,7 @@ _HEAD = re.compile(
 )
 _FIELD = re.compile(rb"([^:\r\n]+):[ \t]*([^\r\n]*?)[ \t]*\r\n")
 _UNPLAIN = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
+_READ = _UNPLAIN | NOTED | {b"content-length", b"connection"}
 _START = b"POST /"
 MAX_HEAD = 64 * 1024
 
@@ -135,18 +136,20 @@ class Front(asyncio.Protocol):
         length: bytes | None = None
         for field, value in fields:
             name = field.lower()
+            if name not in _READ:
+                continue
             if name == b"content-length":
                 if length is not None or not value.isdigit():
                     return None
                 length = value
-            elif name.startswith(b"x-"):
-                request.note(name, value)
             elif name == b"connection":
                 if value.lower() not in (b"keep-alive", b"close"):
                     return None
                 self._keep = self._keep and value.lower() != b"close"
             elif name in _UNPLAIN:
                 return None
+            else:
+                request.note(name, value)
         if length is None:
             return None
         self._missing = int(length)
