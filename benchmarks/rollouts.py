@@ -19,7 +19,7 @@ import json
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,16 +48,29 @@ READY_S = 60.0
 class Size:
     """How much is measured."""
 
-    turns: int
+    turns: Mapping[str, int]
+    """For each kind of answer: how often each way gets its second."""
     connections: Sequence[int]
+    visits: Mapping[str, tuple[int, int]]
+    """For each kind of answer: connections of the checking crowd, requests of each."""
     pairs: int
     crowd: int
-    visits: dict[str, tuple[int, int]]
-    """For each kind of answer: connections of the checking crowd, requests of each."""
 
 
-FULL = Size(3, (1, 32, 256), 7, 10_000, {"json": (256, 10), "burst": (256, 4), "paced": (256, 1)})
-QUICK = Size(1, (32,), 2, 1_000, {"json": (256, 1), "burst": (64, 1)})
+FULL = Size(
+    turns={"json": 5, "burst": 3, "paced": 3},
+    connections=(1, 32, 256),
+    visits={"json": (256, 10), "burst": (256, 4), "paced": (256, 1)},
+    pairs=7,
+    crowd=10_000,
+)
+QUICK = Size(
+    turns={"json": 1, "burst": 1},
+    connections=(32,),
+    visits={"json": (256, 1), "burst": (64, 1)},
+    pairs=2,
+    crowd=1_000,
+)
 
 
 @dataclass
@@ -68,11 +81,14 @@ class Cell:
     cpu_s: list[float] = field(default_factory=list)
 
     def of(self, other: Cell | None) -> str:
-        """Return the median of the ratios of rates, turn by turn."""
+        """Return the median of the ratios of rates, turn by turn, and between what they lie."""
         if other is None:
             return "–"
+        if other is self:
+            return "1"
         pairs = zip(self.loads, other.loads, strict=True)
-        return f"{median(a.requests_per_s / b.requests_per_s for a, b in pairs):.2f}"
+        ratios = [a.requests_per_s / b.requests_per_s for a, b in pairs]
+        return f"{median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
     def columns(self) -> Iterable[str]:
         """Return rate, latencies, CPU time and failures."""
@@ -103,7 +119,7 @@ def ways(urls: list[str], sinks_pid: int) -> Generator[dict[str, Server]]:
         yield {name: server for name, server in found.items() if server is not None}
 
 
-def check(running: dict[str, Server], visits: dict[str, tuple[int, int]]) -> None:
+def check(running: dict[str, Server], visits: Mapping[str, tuple[int, int]]) -> None:
     """Compare every byte of some answers of every way, and print what was right."""
     print("\n| through | answers compared | wrong |\n| --- | ---: | ---: |")
     complaints: list[str] = []
@@ -133,14 +149,14 @@ def compare(running: dict[str, Server], kind: str, connections: int, turns: int)
 
 def print_rates(running: dict[str, Server], size: Size) -> None:
     """Print one table for each kind of answer."""
-    for kind in size.visits:
+    for kind, turns in size.turns.items():
         print(f"\n{KINDS[kind]}:\n")
         print(
             "| connections | through | of no proxy | of vllm-router | requests/s | p50 ms | p99 ms "
             "| CPU µs each | failed |\n| ---: | --- |" + " ---: |" * 7
         )
         for connections in size.connections:
-            cells = compare(running, kind, connections, size.turns)
+            cells = compare(running, kind, connections, turns)
             for name, cell in cells.items():
                 ratios = (cell.of(cells[DIRECT]), cell.of(cells.get(ROUTER)))
                 print("|", " | ".join([str(connections), name, *ratios, *cell.columns()]), "|")
