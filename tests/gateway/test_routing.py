@@ -126,12 +126,12 @@ def test_ties_go_round(eligible: list[str]) -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_power_of_two_takes_the_less_busy_of_every_pair_equally_often(count: int) -> None:
-    """All ordered pairs of different replicas, each once, so the busiest never gets anything."""
+    """All ordered pairs of different replicas, so the busiest never gets anything."""
     eligible = REPLICAS[:count]
     inflight = {name: 10 * n for n, name in enumerate(eligible)}
-    draws = (n.to_bytes(8, "big") for n in range(count * (count - 1)))
+    draws = (n.to_bytes(8, "big") for n in range(5 * count * (count - 1)))
     chosen = sorted(power_of_two.choose(eligible, inflight, 0, draw) for draw in draws)
-    assert chosen == sorted(min(pair) for pair in permutations(eligible, 2))
+    assert chosen == sorted(5 * [min(pair) for pair in permutations(eligible, 2)])
 
 
 def test_power_of_two_draws_anew_for_each_rollout() -> None:
@@ -175,6 +175,18 @@ def test_a_session_stays_where_it_is_while_that_replica_has_room(
     chosen = choose(eligible, inflight, turn, key)
     has_room = inflight.get(home, 0) < bound(eligible, inflight)
     assert (chosen == home) is has_room
+
+
+@pytest.mark.parametrize("policy", HASHING)
+def test_a_replica_is_filled_up_to_the_bound_before_a_key_spills_over(policy: str) -> None:
+    """Exactly: a tighter bound would scatter sessions, a looser one would crowd a replica."""
+    eligible, inflight = REPLICAS[:4], dict[str, int]()
+    home = POLICIES[policy].choose(eligible, {}, 0, b"key")
+    for _ in range(200):
+        has_room = inflight.get(home, 0) < bound(eligible, inflight)
+        chosen = POLICIES[policy].choose(eligible, inflight, 0, b"key")
+        assert (chosen == home) is has_room
+        inflight[chosen] = inflight.get(chosen, 0) + 1
 
 
 @pytest.mark.parametrize("policy", HASHING)
@@ -229,6 +241,14 @@ def test_texts_that_start_differently_have_two_keys(one: str, other: str) -> Non
     """And equal ones have one."""
     same = one[:PREFIX_CHARS] == other[:PREFIX_CHARS]
     assert (key_of({"prompt": one}) == key_of({"prompt": other})) is same
+
+
+@given(st.integers(0, PREFIX_CHARS + 20))
+def test_texts_are_compared_up_to_their_limit(position: int) -> None:
+    """A difference counts within the start, and only there."""
+    one = "abcd" * PREFIX_CHARS
+    other = f"{one[:position]}!{one[position + 1 :]}"
+    assert (key_of({"prompt": one}) == key_of({"prompt": other})) is (position >= PREFIX_CHARS)
 
 
 @given(st.integers(0, PREFIX_TOKENS + 20))
@@ -307,7 +327,10 @@ def test_a_body_that_tells_no_prompt_has_no_key(body: bytes) -> None:
     assert key_of(body) is None
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=9))
+scalars = st.none() | st.booleans() | st.integers() | st.text()
+
+
+@given(st.recursive(scalars, st.lists) | st.lists(scalars | st.dictionaries(st.text(), scalars)))
 def test_no_json_value_in_place_of_a_prompt_raises(value: Any) -> None:
     """A client may send anything; a key is 16 bytes or none."""
     for name in ("prompt", "messages", "input", "token_ids"):

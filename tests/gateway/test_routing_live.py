@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from fleet.state import TrainerPause
+from gateway.routing import Asked
 from gateway.settings_model import Routing, RoutingPolicy, Settings
 from tests.cases.raw_http import Message, RawReplica, answer_of, raw_replica
 from tests.fleets import NOW, change
@@ -25,11 +26,12 @@ COUNT = 4
 
 @dataclass
 class Row:
-    """A gateway in front of a few replicas that answer while `open` is set."""
+    """A gateway in front of a few replicas that answer while `open` is set, or first break."""
 
     served: Served
     replicas: list[RawReplica]
     open: asyncio.Event
+    breaks: list[str]
 
     async def ask(self, body: dict[str, Any], session: str | None = None) -> httpx.Response:
         """Send one rollout."""
@@ -65,12 +67,17 @@ async def row(policy: RoutingPolicy, *, asgi_only: bool = False) -> AsyncGenerat
     """Serve replicas and a gateway that routes by this policy."""
     may_answer = asyncio.Event()
     may_answer.set()
+    breaks: list[str] = []
 
     async def script(
         request: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         del request, reader
         await may_answer.wait()
+        if breaks:
+            breaks.pop()
+            writer.close()
+            return
         writer.write(answer_of(b"{}"))
 
     async with AsyncExitStack() as stack:
@@ -79,7 +86,7 @@ async def row(policy: RoutingPolicy, *, asgi_only: bool = False) -> AsyncGenerat
             replicas=tuple(replica.url for replica in replicas), routing=Routing(policy=policy)
         )
         served = await stack.enter_async_context(serve(settings, asgi_only=asgi_only))
-        yield Row(served, replicas, may_answer)
+        yield Row(served, replicas, may_answer, breaks)
         may_answer.set()
 
 
@@ -193,6 +200,26 @@ async def test_prompts_that_start_alike_meet_on_one_replica(asgi_only: bool) -> 
                 assert await fleet.chosen(other) == home
                 used.add(home)
         assert len(used) > 1
+
+
+async def test_a_body_is_read_once_even_if_its_rollout_is_tried_again() -> None:
+    """Bodies are megabytes; the key stays with the rollout."""
+    async with row(RoutingPolicy.PREFIX) as fleet:
+        gate, read = fleet.served.gateway.gate, 0
+        key_of = gate.key_of
+        assert key_of is not None
+
+        def counted(asked: Asked) -> bytes | None:
+            nonlocal read
+            read += 1
+            return key_of(asked)
+
+        gate.key_of = counted
+        fleet.breaks.append("once")
+        answer = await fleet.ask({"prompt": "again"})
+        assert answer.status_code == 200
+        assert sum(len(replica.requests) for replica in fleet.replicas) == 2
+        assert read == 1
 
 
 async def test_a_body_that_nobody_can_read_is_still_passed_on_whole() -> None:
