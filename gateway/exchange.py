@@ -90,6 +90,7 @@ class Exchange:
         "_client",
         "_connection",
         "_failed",
+        "_fresh",
         "_is_gone",
         "_rollouts",
         "_started",
@@ -108,6 +109,7 @@ class Exchange:
         self._connection: Connection | None = None
         self._waiting: asyncio.Task[None] | None = None
         self._failed: list[str] = []
+        self._fresh = False
         self._started = False
         self._is_gone = False
         self._began = monotonic()
@@ -192,9 +194,9 @@ class Exchange:
             self._waiting = None
         self._go(ticket)
 
-    def _go(self, ticket: Ticket, *, fresh: bool = False) -> None:
+    def _go(self, ticket: Ticket) -> None:
         self._ticket = ticket
-        self._pool(ticket).take(self, fresh=fresh)
+        self._pool(ticket).take(self, fresh=self._fresh)
 
     def _pool(self, ticket: Ticket) -> Pool:
         return self._rollouts.upstreams.pool(ticket.replica.url)
@@ -266,7 +268,9 @@ class Exchange:
         ticket, connection = self._ticket, self._connection
         self._connection = None
         if not self._started and connection is not None and connection.is_reused:
-            self._go(ticket, fresh=True)  # it was closed while idle: that says nothing
+            self._end_ticket()  # the gate may have closed, or the version moved, since it was given
+            self._fresh = True
+            self._admit()  # the connection was closed while idle: that says nothing of its replica
             return
         replica = ticket.replica.id
         self._end_ticket()

@@ -60,6 +60,9 @@ class Connection(asyncio.Protocol):
         self._has_body_until_close = False
         self._sending = False
         self._is_headless = False
+        self._is_whole = False
+        self._has_surplus = False
+        self._may_be_kept = False
         self.is_reused = False
         self.idle_since = 0.0
 
@@ -114,15 +117,22 @@ class Connection(asyncio.Protocol):
             self._receiver.request_sent()
 
     def data_received(self, data: bytes) -> None:
+        if self._receiver is None:
+            self.abort()  # nobody asked: it must not pass for the next one's answer
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._break(f"not HTTP: {error}")
+            self._has_surplus = True
+            if not self._is_whole:
+                self._break(f"not HTTP: {error}")
+        if self._is_whole:
+            self._finish()
 
     def eof_received(self) -> None:
         """Some answers end with their connection."""
         if self._has_body_until_close and self._receiver is not None:
-            self.on_message_complete()
+            self._finish()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.lost(self)
@@ -139,13 +149,14 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._headers = []
+        self._has_surplus = self._is_whole  # an answer that nobody asked for
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status < 200 or self._receiver is None:
+        if status < 200 or self._receiver is None or self._is_whole:
             return  # an interim answer concerns this hop only
         names = {name.lower() for name, _ in self._headers}
         framed = b"content-length" in names or b"transfer-encoding" in names
@@ -156,19 +167,26 @@ class Connection(asyncio.Protocol):
             self.on_message_complete()
 
     def on_body(self, data: bytes) -> None:
-        if self._receiver is not None:
+        if self._receiver is not None and not self._is_whole:
             self._receiver.answer_body(data)
 
     def on_message_complete(self) -> None:
-        if self._parser.get_status_code() < 200 or self._receiver is None:
-            return
+        if self._parser.get_status_code() >= 200 and not self._is_whole:
+            self._is_whole = True
+            self._may_be_kept = self._parser.should_keep_alive()  # later it does not know any more
+
+    def _finish(self) -> None:
+        """Part with the receiver; keep the connection if nothing of this answer is left on it."""
         receiver, self._receiver = self._receiver, None
-        keep = self._parser.should_keep_alive() and not self._has_body_until_close
-        if keep and not self._sending:
+        self._is_whole = False
+        keep = self._may_be_kept and not self._has_body_until_close
+        if keep and not self._sending and not self._has_surplus:
+            self.resume_reading()  # the last piece may have found its client slow
             self._pool.give_back(self)
         elif self._transport is not None:
-            self._transport.close()
-        receiver.answer_complete()
+            self._transport.abort()  # what is still to be sent has been answered already
+        if receiver is not None:
+            receiver.answer_complete()
 
 
 class Pool:
