@@ -1,6 +1,6 @@
 """Rollouts through the gateway beside other proxies, on one machine, in one run.
 
-    make bench-rollouts       or: python -m benchmarks.rollouts [--quick]
+    make bench-rollouts       or: python -m benchmarks.rollouts [--quick | --only json 32]
 
 Two cheap replicas (benchmarks/sinks.py), and in front of them: nothing, this gateway, and whatever
 of vllm-router, HAProxy and nginx is installed. Runs alternate: every way gets a second of wrk, then
@@ -40,6 +40,11 @@ KINDS = {
     "burst": "stream of 50 events, at once",
     "paced": "stream of 50 events, one per 4 ms",
 }
+RATES = (
+    "| connections | through | of no proxy | of vllm-router | requests/s | p50 ms | p99 ms "
+    "| CPU µs each | failed |\n| ---: | --- |" + " ---: |" * 7
+)
+ONLY_TURNS = 15
 SPARE_FILES = 300
 READY_S = 60.0
 
@@ -147,19 +152,31 @@ def compare(running: dict[str, Server], kind: str, connections: int, turns: int)
     return cells
 
 
+def print_cells(cells: dict[str, Cell], connections: int) -> None:
+    """Print a line for each way."""
+    for name, cell in cells.items():
+        ratios = (cell.of(cells[DIRECT]), cell.of(cells.get(ROUTER)))
+        print("|", " | ".join([str(connections), name, *ratios, *cell.columns()]), "|", flush=True)
+
+
 def print_rates(running: dict[str, Server], size: Size) -> None:
     """Print one table for each kind of answer."""
     for kind, turns in size.turns.items():
         print(f"\n{KINDS[kind]}:\n")
-        print(
-            "| connections | through | of no proxy | of vllm-router | requests/s | p50 ms | p99 ms "
-            "| CPU µs each | failed |\n| ---: | --- |" + " ---: |" * 7
-        )
+        print(RATES)
         for connections in size.connections:
-            cells = compare(running, kind, connections, turns)
-            for name, cell in cells.items():
-                ratios = (cell.of(cells[DIRECT]), cell.of(cells.get(ROUTER)))
-                print("|", " | ".join([str(connections), name, *ratios, *cell.columns()]), "|")
+            print_cells(compare(running, kind, connections, turns), connections)
+
+
+def print_one(running: dict[str, Server], kind: str, connections: int) -> None:
+    """Print how often the gateway was ahead of vllm-router under one kind of load."""
+    cells = compare(running, kind, connections, ONLY_TURNS)
+    print(f"\n{KINDS[kind]}, {ONLY_TURNS} turns:\n\n{RATES}")
+    print_cells(cells, connections)
+    if ROUTER in cells:
+        pairs = zip(cells[GATEWAY].loads, cells[ROUTER].loads, strict=True)
+        ahead = sum(ours.requests_per_s > theirs.requests_per_s for ours, theirs in pairs)
+        print(f"\nAhead of vllm-router in {ahead} of {ONLY_TURNS} turns.")
 
 
 def print_added(running: dict[str, Server], pairs: int) -> None:
@@ -254,13 +271,20 @@ def main() -> None:
     """Run the benchmark and print tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="less of everything, within 40 s")
-    size = QUICK if parser.parse_args().quick else FULL
+    parser.add_argument(
+        "--only", nargs=2, metavar=("KIND", "CONNECTIONS"), help=f"one case, {ONLY_TURNS} turns"
+    )
+    asked = parser.parse_args()
+    size = QUICK if asked.quick else FULL
     started = time.monotonic()
     find_wrk()
     raise_file_limit()
     children.end_on_sigterm()
     with children.sinks(2) as (urls, pid):
         with ways(urls, pid) as running:
+            if asked.only:
+                print_one(running, asked.only[0], int(asked.only[1]))
+                return
             check(running, size.visits)
             print_rates(running, size)
             print_added(running, size.pairs)
