@@ -20,6 +20,7 @@ from functools import cached_property
 from time import monotonic
 from typing import Any
 
+from fleet.errors import FleetError
 from gateway.asgi import ClientGone, Receive, until_gone
 
 STORED_S = 600.0
@@ -67,7 +68,11 @@ class SingleFlight:
             self._flights.pop(call.name, None)  # or it would keep the old one's place in the queue
             self._flights[call.name] = flight
             self._owner.create_task(flight.fly(work), name=f"control {call.path}")
-        return await flight.wait(receive)
+        try:
+            return await flight.wait(receive)
+        finally:
+            if flight.is_spent and self._flights.get(call.name) is flight:
+                del self._flights[call.name]
 
     def forget(self) -> None:
         """Let no later call meet one from before: the round that those belonged to is abandoned."""
@@ -82,10 +87,10 @@ class SingleFlight:
 
 
 class _Flight:
-    """One call on its way, and those who wait for it."""
+    """One call on its way, and those who wait for it; it keeps nothing of the call's body."""
 
     def __init__(self, call: ControlCall, position: Position) -> None:
-        self._call = call
+        self._key = call.idempotency_key
         self._position = position
         self._landed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._landed_at: object = None
@@ -97,8 +102,13 @@ class _Flight:
         if not self._landed.done():
             return True
         key = call.idempotency_key
-        same_key = key is not None and key == self._call.idempotency_key
+        same_key = key is not None and key == self._key
         return same_key or not (self._delivered or self._landed_at != self._position())
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it will never answer another call."""
+        return self._landed.done() and self._delivered and self._key is None
 
     async def fly(self, work: Work) -> None:
         """Do the work; its errors belong to those who wait, not to the gateway's task group."""
@@ -108,6 +118,8 @@ class _Flight:
             self._landed.cancel()
             raise
         except Exception as error:  # every waiting caller gets it
+            if isinstance(error, FleetError):
+                error.__traceback__ = None  # its frames would keep the body for as long as itself
             self._landed.set_exception(error)
             self._landed.exception()  # nobody may be waiting: that is no reason to complain
         else:

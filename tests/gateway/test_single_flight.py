@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -59,7 +61,7 @@ class Desk:
     def call(
         self,
         work: Work,
-        body: bytes = b"{}",
+        body: bytes | bytearray = b"{}",
         *,
         path: str = "/start",
         key: str | None = None,
@@ -265,3 +267,31 @@ async def test_only_so_many_answers_are_kept(desk: Desk) -> None:
         await lost_answer(desk, work, body=str(number).encode())
     assert await desk.call(works[0], b"0") == ("done", 2)
     assert await desk.call(works[-1], str(len(works) - 1).encode()) == ("done", 1)
+
+
+class Body(bytearray):
+    """A body that tells when it is gone."""
+
+
+@pytest.mark.parametrize(
+    ("result", "lost"),
+    [("done", False), ("done", True), (MemberFailed("no"), True)],
+    ids=["delivered", "lost", "failure lost"],
+)
+async def test_an_answer_is_stored_without_its_call(desk: Desk, result: Any, *, lost: bool) -> None:
+    """Bodies may be large, and up to 64 answers wait for minutes for a retry."""
+    work, caller = Work(result), Caller()
+    body = Body(b"weights")
+    gone = weakref.ref(body)
+    task = desk.call(work, body, caller=caller)
+    await settle()
+    if lost:
+        caller.leave()
+        await settle()
+    work.go.set()
+    await asyncio.wait([task])
+    await settle()
+    assert isinstance(task.exception(), ClientGone) == lost
+    del task, body
+    gc.collect()
+    assert gone() is None
