@@ -35,6 +35,8 @@ _UNPLAIN = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
 _READ = _UNPLAIN | NOTED | {b"content-length", b"connection"}
 _START = b"POST /"
 MAX_HEAD = 64 * 1024
+MAX_DIGITS = 18
+"""Of a content length; Python refuses to read a number of thousands of digits."""
 
 
 def _status_line(code: int) -> bytes:
@@ -139,7 +141,7 @@ class Front(asyncio.Protocol):
             if name not in _READ:
                 continue
             if name == b"content-length":
-                if length is not None or not value.isdigit():
+                if length is not None or not value.isdigit() or len(value) > MAX_DIGITS:
                     return None
                 length = value
             elif name == b"connection":

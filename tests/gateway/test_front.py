@@ -122,15 +122,19 @@ async def test_what_is_not_plain_meets_the_same_gate_behind_uvicorn(raw: bytes) 
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: +2\r\n\r\n{}",
         b"POST /v1/completions HTTP/1.1\r\nX: a\r\n folded\r\nContent-Length: 2\r\n\r\n{}",
         b"POST /v1/completions HTTP/1.1\r\nX: a\x00b\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n{}",
     ],
-    ids=["two lengths", "length and chunked", "space", "sign", "folded", "null"],
+    ids=["two lengths", "length and chunked", "space", "sign", "folded", "null", "endless"],
 )
-async def test_an_ambiguous_head_is_never_passed_on(head: bytes) -> None:
+async def test_an_ambiguous_head_is_never_passed_on(
+    head: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     """What two servers could read in two ways is refused, or rewritten without the doubt."""
     async with behind(answering(OK)) as (served, replica), connection(served.url) as (r, w):
         w.write(head)
         w.write_eof()
         await r.read()
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
         for request in replica.requests:
             assert len(request.values("content-length")) <= 1
             assert request.values("transfer-encoding") == []
