@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING
+from urllib.parse import unquote_to_bytes
 
 from fleet.errors import BodyTooLarge
 from gateway.accounts import Accounts
@@ -49,7 +50,11 @@ EVERYONES = frozenset(
 
 def is_rollout(path: bytes) -> bool:
     """Whether a path (without its query) goes to one replica."""
-    return path.startswith(PREFIXES) and path not in EVERYONES
+    if not path.startswith(PREFIXES):
+        return False
+    if b"%" in path or path.endswith(b"/"):  # a server sees the same path behind both
+        path = unquote_to_bytes(path).rstrip(b"/")
+    return path not in EVERYONES
 
 
 class Rollouts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import pytest
 
 from fleet.sim import SimOptions
 from tests.cases.conftest import FINISH, INIT, START, UPDATE, Case, case_of, check_error, update_of
@@ -172,6 +173,16 @@ async def test_adapters_reach_every_replica() -> None:
         check_error(await case.post("/v1/load_lora_adapter", adapter), 424, "already been loaded")
         assert (await case.post("/v1/unload_lora_adapter", {"lora_name": "a"})).status_code == 200
         assert [set(r.engine.loras) for r in case.replicas] == [set()] * 3
+
+
+@pytest.mark.parametrize("path", ["/v1/load%5Flora_adapter", "/v1/load_lora_adapter/"])
+async def test_an_adapter_reaches_every_replica_however_its_path_is_written(path: str) -> None:
+    """A server reads both as the same path, so neither may pass for a rollout to one replica."""
+    async with case_of() as case:
+        adapter = {"lora_name": "a", "lora_path": "/a"}
+        answer = await case.post(path, adapter, follow_redirects=True)
+        assert answer.status_code == 200
+        assert [set(r.engine.loras) for r in case.replicas] == [{"a"}] * 3
 
 
 async def test_collective_rpc_is_refused_unless_an_operator_turned_it_on() -> None:
