@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from fleet.bodies import check_version
+from fleet.errors import BadInput
 from fleet.membership import Observation
 from fleet.options import Placement
 from fleet.outcome import Outcome, Result
 from fleet.replica import Topology
 from fleet.replica_client import Call, ReplicaClient
+
+T = TypeVar("T")
 
 MEMBER_ENDPOINTS = (
     "/init_weight_transfer_engine",
@@ -74,7 +78,7 @@ async def glance(client: ReplicaClient, url: str) -> Observation:
     """
     version = await client.call(url, Call("GET", "/weight_info"))
     if version.ok:
-        return Observation(version=_field(version, "weight_version"))
+        return Observation(version=_version(version))
     if version.status == 404:
         version = await client.call(url, Call("GET", "/health"))
     return Observation() if version.ok else Observation(lost=_why_lost(version))
@@ -106,7 +110,7 @@ async def identify(client: ReplicaClient, url: str, placement: Placement) -> Obs
         return Observation(lost=_why_lost(health))
     info = _server_info(await client.read(url, SERVER_INFO))
     transfer = info.weight_transfer_config
-    size = _field(await client.call(url, Call("GET", "/get_world_size")), "world_size")
+    size = _workers(await client.call(url, Call("GET", "/get_world_size")))
     version = await client.call(url, Call("GET", "/weight_info"))
     paused = await client.call(url, Call("GET", "/is_paused"))
     return Observation(
@@ -114,8 +118,8 @@ async def identify(client: ReplicaClient, url: str, placement: Placement) -> Obs
         topology=topology_of(info.parallel_config or _Parallel(), size, placement),
         backend=transfer.backend if isinstance(transfer, _Transfer) else None,
         instance=info.instance_id or await _start_time(client, url),
-        version=_field(version, "weight_version"),
-        paused=_field(paused, "is_paused"),
+        version=_version(version),
+        paused=_field(paused, "is_paused", bool),
     )
 
 
@@ -202,6 +206,24 @@ def _why_lost(health: Outcome) -> str:
     return f"unreachable: {health.detail}"
 
 
-def _field(outcome: Outcome, name: str) -> Any:
+def _workers(outcome: Outcome) -> int | None:
+    """Return the workers that an answer to /get_world_size tells, or None if it tells none."""
+    size = _field(outcome, "world_size", int)
+    return size if size is not None and size > 0 else None
+
+
+def _version(outcome: Outcome) -> str | None:
+    """Return the version that a server names, if it is one that could have been given to it."""
+    version = _field(outcome, "weight_version", str)
+    try:
+        check_version(version)
+    except BadInput:
+        return None
+    return version
+
+
+def _field(outcome: Outcome, name: str, kind: type[T]) -> T | None:
+    """Return one field of an answer, if it is there and what it should be."""
     answer: Any = outcome.answer
-    return answer.get(name) if outcome.ok and isinstance(answer, dict) else None
+    value = answer.get(name) if outcome.ok and isinstance(answer, dict) else None
+    return value if type(value) is kind else None

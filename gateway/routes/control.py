@@ -22,6 +22,7 @@ from gateway.aborts import Plan, aborted_answer
 from gateway.auth import Right
 from gateway.context import gateway_of
 from gateway.desk import caller_of
+from gateway.routes.answers import count_of, field_of, items_of, table_of
 
 router = APIRouter()
 
@@ -91,7 +92,7 @@ async def _abort(request: Request, *, all_if_unnamed: bool) -> Response:
         for exchange in plan.held:
             exchange.answer_held(*aborted_answer(exchange.request))
         outcomes = await gateway.controls.abort(plan.body_for)
-        ended = sum(_field(o.answer, "aborted") or 0 for o in outcomes.values()) + len(plan.held)
+        ended = sum(count_of(o.answer, "aborted") for o in outcomes.values()) + len(plan.held)
         count = ended if names is None else len(names)
         return {"status": "aborted", "aborted": count, **told(outcomes)}
 
@@ -256,11 +257,11 @@ def _checked(action: str, outcomes: Outcomes) -> dict[str, Any]:
     if action == "reset":
         return {"status": "reset"}
     if action == "compare":
-        bad = {name for a in answers.values() for name in _field(a, "mismatches") or ()}
+        bad = {str(name) for a in answers.values() for name in items_of(a, "mismatches")}
         return {"match": not bad, "mismatches": sorted(bad)}
     merged: dict[str, str] = {}
     for replica, answer in answers.items():
-        for name, checksum in (_field(answer, "checksums") or {}).items():
+        for name, checksum in table_of(answer, "checksums").items():
             if merged.setdefault(name, checksum) != checksum:
                 raise MemberFailed(
                     f"the replicas hold different weights: {name} of {replica} differs",
@@ -322,7 +323,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     async def act(_: None) -> dict[str, Any]:
         call = _same_call(request)
         outcomes = await gateway.controls.broadcast(call, "reset_prefix_cache")
-        said = [_field(o.answer, "success") for o in outcomes.values() if o.ok]
+        said = [field_of(o.answer, "success") for o in outcomes.values() if o.ok]
         success = all(word is not False for word in said)
         if success:
             await gateway.controls.caches_cleared()
@@ -365,7 +366,9 @@ async def _adapter(request: Request) -> Response:
         call = Call("POST", request.url.path, request.url.query, body=body)
         outcomes = await gateway.controls.broadcast(call, request.url.path)
         first: Any = next((o.answer for o in outcomes.values() if o.ok), "")
-        return PlainTextResponse(first) if isinstance(first, str) else {**first, **told(outcomes)}
+        if isinstance(first, dict):
+            return {**first, **told(outcomes)}
+        return PlainTextResponse(first if isinstance(first, str) else "")
 
     return await gateway.desk.serve(request, _json_object, act)
 
@@ -383,7 +386,7 @@ async def collective_rpc(request: Request) -> Response:
             )
         call = Call("POST", "/collective_rpc", body=body)
         outcomes = await gateway.controls.broadcast(call, "collective_rpc")
-        results = [r for o in outcomes.values() if o.ok for r in _field(o.answer, "results") or ()]
+        results = [r for o in outcomes.values() if o.ok for r in items_of(o.answer, "results")]
         return {"results": results, **told(outcomes)}
 
     return await gateway.desk.serve(request, _json_object, act, right=Right.OPERATOR)
@@ -439,7 +442,3 @@ def _required(body: bytearray) -> bytearray:
 
 def _is_strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(v, str) for v in cast("list[Any]", value))
-
-
-def _field(answer: Any, name: str) -> Any:
-    return cast("dict[str, Any]", answer).get(name) if isinstance(answer, dict) else None

@@ -17,6 +17,7 @@ from fleet.outcome import Outcome
 from fleet.replica_client import Call
 from gateway.auth import Right, authorise
 from gateway.context import gateway_of
+from gateway.routes.answers import items_of
 
 router = APIRouter()
 
@@ -93,10 +94,10 @@ async def models(request: Request) -> Response:
 def _merge(outcomes: dict[str, Outcome]) -> list[dict[str, Any]]:
     merged: dict[str, dict[str, Any]] = {}
     for outcome in outcomes.values():
-        answer: Any = outcome.answer
-        listed = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
-        for model in listed.get("data", ()):
-            merged.setdefault(model.get("id"), model)
+        for model in items_of(outcome.answer, "data"):
+            if isinstance(model, dict):
+                entry = cast("dict[str, Any]", model)
+                merged.setdefault(str(entry.get("id")), entry)
     return list(merged.values())
 
 
