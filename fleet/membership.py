@@ -20,6 +20,9 @@ from fleet.wire import SPARSE_BACKENDS
 
 change = msgspec.structs.replace
 
+UNKNOWN = "unknown since "
+"""How the instance of a server begins that tells none, once it may have been restarted."""
+
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """What one probe of one replica saw. None means that the probe did not ask or got no answer.
@@ -90,12 +93,15 @@ def observe(state: FleetState, replica: str, seen: Observation, now: float) -> F
         after = change(before, lost=None, wedged=before.wedged or seen.silent)
     elif _restarted(before, seen):
         after = _merge(_reborn(before, state), seen)
+    elif _is_doubtful(before, seen, state):
+        after = _merge(_doubted(before, state, now), seen)
     else:
         after = _merge(change(before, lost=None), seen)
         after = _first_weights(after, state) if not before.known else after
     if after == before:
         return state
-    return state.with_replicas([change(after, since=now)])
+    is_news = change(after, named=before.named) != before
+    return state.with_replicas([change(after, since=now) if is_news else after])
 
 
 def answered_late(state: FleetState, replica: str, outcome: Outcome) -> FleetState:
@@ -257,7 +263,27 @@ def _in_open_round(state: FleetState, replica: str) -> bool:
 
 
 def _restarted(before: Replica, seen: Observation) -> bool:
-    return None not in (before.instance, seen.instance) and before.instance != seen.instance
+    is_told = before.instance is not None and not before.instance.startswith(UNKNOWN)
+    return is_told and seen.instance not in (None, before.instance)
+
+
+def _is_doubtful(before: Replica, seen: Observation, state: FleetState) -> bool:
+    """Whether a server that tells no instance may be another boot than before.
+
+    Then its label must speak for it: one that was away must name the committed version, and one
+    that has named a version never names none again.
+    """
+    if not before.known or seen.topology is None or seen.instance is not None:
+        return False
+    if before.lost is not None:
+        return seen.version in (None, UNSET_VERSION) or seen.version != state.weight_version
+    return seen.version == UNSET_VERSION and before.named not in (None, UNSET_VERSION)
+
+
+def _doubted(before: Replica, state: FleetState, now: float) -> Replica:
+    """It may have been restarted, so nobody knows what it holds; a fence or a session stays."""
+    holds = before.holds if state.commit_index == 0 else None
+    return change(before, lost=None, holds=holds, instance=f"{UNKNOWN}{now:.3f}")
 
 
 def _reborn(before: Replica, state: FleetState) -> Replica:
@@ -290,6 +316,7 @@ def _merge(before: Replica, seen: Observation) -> Replica:
     """
     fields = ("topology", "backend", "instance", "version", "paused")
     news = {f: getattr(seen, f) for f in fields if getattr(seen, f) is not None}
+    news["named"] = seen.version or before.named
     wedged = None if seen.unwedged else before.wedged
     return change(before, refusal=_refusal(before, seen), wedged=wedged, **news)
 

@@ -64,6 +64,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `holds` is the index of the commit whose weights the replica is known to hold (0: the weights
     it booted with, before any commit); None means that nobody knows or that it missed one.
+    `version` is the label it has been given or names, `named` what it has last named itself.
     Times are seconds since the epoch.
     """
 
@@ -74,6 +75,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     backend: str | None = None
     instance: str | None = None
     version: str | None = None
+    named: str | None = None
     refusal: str | None = None
     holds: int | None = None
     fence: str | None = None

@@ -135,9 +135,47 @@ def test_a_restart_forgets_everything_but_address_and_draining(
         backend="nccl",
         instance="boot-2",
         version="default",
+        named="default",
         draining=True,
         holds=holds,
     )
+
+
+UNNAMED = Observation(topology=Topology(workers=2), version="default")
+
+
+@pytest.mark.parametrize(
+    ("label", "holds"),
+    [("7", 3), ("default", None), ("6", None), (None, None)],
+    ids=["the committed one", "none set", "an older one", "no such route"],
+)
+def test_a_server_without_an_instance_that_was_away_is_known_by_its_label(
+    label: str | None, holds: int | None
+) -> None:
+    """Nobody knows what it holds unless it names the committed version; a fence stays."""
+    before = replica("a", instance=None, holds=3, version="7", lost="refused", fence="mixed")
+    fleet = fleet_of(before, commit_index=3, weight_version="7")
+    back = after(fleet, change(UNNAMED, version=label))
+    assert (back.holds, back.fence, back.lost) == (holds, "mixed", None)
+    assert (back.instance is None) == (holds is not None)
+
+
+def test_a_server_without_an_instance_that_forgets_its_version_was_restarted() -> None:
+    """It need not have been seen to be away; one that never named a version proves nothing."""
+    before = replica("a", instance=None, holds=3, version="7")
+    fleet = fleet_of(before, commit_index=3, weight_version="7")
+    assert after(fleet, UNNAMED).holds == 3
+    named = observe(fleet, "a", change(UNNAMED, version="7"), LATER)
+    assert after(named, UNNAMED).holds is None
+
+
+def test_a_start_is_refused_after_a_server_without_an_instance_was_away() -> None:
+    """Its group is gone if it was restarted; it may not have been, but a hang costs more."""
+    state = fleet_in(Phase.INITIALIZED, replica("a", instance=None), replica("b"))
+    state = observe(state, "a", Observation(lost="refused"), NOW)
+    state = observe(state, "a", UNNAMED, NOW)
+    with pytest.raises(MembershipChanged, match="a: restarted since init"):
+        check_still_whole(state)
 
 
 @pytest.mark.parametrize(("known", "seen"), [(None, "x"), ("x", None), ("x", "x")])
