@@ -13,7 +13,7 @@ import msgspec
 
 from fleet.errors import LayoutUnsupported, MembershipChanged
 from fleet.layout import Layout, count_workers, lay_out
-from fleet.outcome import Outcome, Result
+from fleet.outcome import Outcome, Result, had_no_session
 from fleet.replica import Replica, Topology, why_left_out
 from fleet.state import ROUND_OPEN, UNSET_VERSION, FleetState, Group
 from fleet.wire import SPARSE_BACKENDS
@@ -114,8 +114,8 @@ def answered_late(state: FleetState, replica: str, outcome: Outcome) -> FleetSta
 
 
 def sessions_closed(state: FleetState, outcomes: Mapping[str, Outcome]) -> FleetState:
-    """Return the state after bare finishes; a refusal means that no session was open."""
-    closed = [r for r, o in outcomes.items() if o.outcome in (Result.OK, Result.FAILED)]
+    """Return the state after bare finishes; who failed otherwise is asked again before an init."""
+    closed = [r for r, o in outcomes.items() if o.ok or had_no_session(o)]
     known = [state.replicas[r] for r in closed if r in state.replicas]
     return state.with_replicas(change(r, session_open=False) for r in known)
 

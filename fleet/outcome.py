@@ -6,6 +6,7 @@ skipped.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Any
 
@@ -54,6 +55,26 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             "detail": self.detail,
             "elapsed_s": round(self.elapsed_s, 6),
         }
+
+
+_NO_SESSION = re.compile(
+    r"without a matching start|\bno\b.*\b(?:session|update|start)|"
+    r"\bnot\b.*\b(?:start|started|active|open|progress)\b|\bbefore\b.*\bstart|start\w*\b.*\bfirst\b",
+    re.IGNORECASE | re.DOTALL,
+)
+"""How servers refuse to finish what was not started: vLLM's words (v1/worker/gpu_worker.py, 0.32),
+and those of servers that only speak its protocol."""
+
+
+def had_no_session(finished: Outcome) -> bool:
+    """Whether a bare finish was refused because there was nothing to finish.
+
+    The engine takes calls in order: this refusal means that no start came through before. Any
+    other failure may have left the session open.
+    """
+    if finished.outcome is not Result.FAILED:
+        return False
+    return finished.status in (404, 405, 409) or bool(_NO_SESSION.search(finished.detail or ""))
 
 
 def skipped(detail: str) -> Outcome:

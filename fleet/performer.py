@@ -54,7 +54,7 @@ from fleet.ledger import Ledger
 from fleet.membership import answered_late, marked, sessions_closed
 from fleet.names import announce
 from fleet.options import FleetOptions
-from fleet.outcome import Outcome, Result
+from fleet.outcome import Outcome, Result, had_no_session
 from fleet.replica_client import Call, ReplicaClient
 
 log = logging.getLogger(__name__)
@@ -69,8 +69,6 @@ START_DRAFT = "/start_draft_weight_update"
 UPDATE = "/update_weights"
 FINISH = "/finish_weight_update"
 SHUTDOWN = "/shutdown_weight_transfer_engine"
-NO_SESSION = "without a matching start"
-"""How a server refuses to finish what was not started (vllm/v1/worker/gpu_worker.py, 0.32)."""
 
 
 @dataclass(kw_only=True)
@@ -199,7 +197,7 @@ class Performer:
         """Close, then resume; an engine that resumed with its session open would die."""
         started = perf_counter()
         finished = await self._bare_finish(action.targets)
-        closed = tuple(r for r, o in finished.items() if o.ok or _had_no_session(o))
+        closed = tuple(r for r, o in finished.items() if o.ok or had_no_session(o))
         still_open = {r: o for r, o in finished.items() if r not in closed}
         resumed = await self._resume(tuple(r for r in action.resume if r not in still_open))
         outcomes = {r: finished[r] for r in closed if finished[r].ok} | resumed | still_open
@@ -317,11 +315,6 @@ def _succeeded(answer: Any) -> bool:
     """Older servers answer a cache reset with an empty 200 (protocol before vLLM 0.32)."""
     fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
     return bool(fields.get("success", True))
-
-
-def _had_no_session(finished: Outcome) -> bool:
-    """The engine takes calls in order: this refusal means that no start came through before."""
-    return finished.outcome is Result.FAILED and NO_SESSION in (finished.detail or "")
 
 
 def _gate_stays_open() -> Outcome:

@@ -206,6 +206,40 @@ async def test_a_finish_that_only_some_completed_is_recorded_member_by_member() 
         assert await case.version() == "good"
 
 
+async def test_a_session_that_no_finish_has_closed_gets_another_before_the_next_init() -> None:
+    """The bare finish after the failure failed as well: the next start must not fall over it."""
+    async with case_of() as case:
+        await case.first_sync("1")
+        await case.start()
+        await case.update()
+        case.replicas[1].faults.add(FINISH, "status", status=500, times=2)
+        assert (await case.finish("2")).status_code == 424
+        await wait_until(lambda: _has_posts(case.replicas[1], FINISH, 3))
+        assert case.replicas[1].faults.as_json() == []
+        await case.first_sync("3")
+        assert await case.states() == ["ready"] * 3
+
+
+@pytest.mark.parametrize("words", ["No weight update in progress", "not started"])
+async def test_a_refused_start_is_taken_back_in_whatever_words_no_session_is_told(
+    words: str,
+) -> None:
+    """Servers that speak the protocol need not use vLLM's words."""
+    async with case_of() as case:
+        await case.init()
+        for path in (START, FINISH):
+            body = {"error": {"message": words, "type": "X", "code": 500}}
+            case.replicas[1].faults.add(path, "status", status=500, body=body)
+        check_error(await case.start(), 424, "3 ready")
+        assert (await case.http.get("/is_paused")).json() == {"is_paused": False}
+        assert [replica.engine.paused for replica in case.replicas] == [None] * 3
+        await case.sync("1")
+
+
+async def _has_posts(replica: SimReplica, path: str, count: int) -> bool:
+    return len(posts(replica, path)) == count
+
+
 async def test_a_reset_ends_a_round_whose_update_hangs() -> None:
     """Its call is told so; who is silent is left out; the others go on, with equal bodies too."""
     async with case_of() as case:

@@ -237,13 +237,25 @@ def test_a_late_answer_of_a_stranger_changes_nothing() -> None:
     assert answered_late(fleet, "b", OK) is fleet
 
 
-def test_a_bare_finish_closes_a_session_if_it_was_answered_at_all() -> None:
-    """A refusal means that no session was open; silence means nothing."""
-    names = "abcd"
+NONE_OPEN = "finish_weight_update called without a matching start_weight_update."
+NO_SESSION = [
+    change(FAILED, detail=f"Call to collective_rpc method failed: {NONE_OPEN}"),
+    change(FAILED, detail="No weight update in progress"),
+    change(FAILED, detail="weight update not started"),
+    change(FAILED, detail="finish before start"),
+    change(FAILED, detail="call start_weight_update first"),
+    change(FAILED, detail="conflict", status=409),
+]
+
+
+@pytest.mark.parametrize("refusal", NO_SESSION, ids=lambda o: o.detail)
+def test_a_bare_finish_closes_a_session_or_finds_none(refusal: Outcome) -> None:
+    """Any other failure, like silence, means nothing: it is asked again before an init."""
+    names = "abcde"
     fleet = fleet_of(*(replica(n, session_open=True) for n in names))
-    outcomes = dict(zip(names, (OK, FAILED, TIMEOUT, UNREACHABLE), strict=True))
+    outcomes = dict(zip(names, (OK, refusal, FAILED, TIMEOUT, UNREACHABLE), strict=True))
     closed = sessions_closed(fleet, {**outcomes, "stranger": OK})
-    assert {r.id for r in closed.replicas.values() if r.session_open} == {"c", "d"}
+    assert {r.id for r in closed.replicas.values() if r.session_open} == {"c", "d", "e"}
 
 
 def test_a_new_label_goes_to_those_that_hold_the_committed_weights() -> None:
