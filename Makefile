@@ -1,7 +1,7 @@
 # Everything that a developer or CI does, under one name each. `make` alone lists them.
 #
 # A machine needs python3 (3.11 or later), make and, for what is missing, apt. Everything that is
-# installed lies in .venv and .venv-vllm. PIP_FLAGS reaches pip, for instance to take the CPU
+# installed lies in .venv, .venv-vllm and .tools. PIP_FLAGS reaches pip, for instance to take the CPU
 # build of torch from an index of your own: make venv PIP_FLAGS="--extra-index-url URL"
 
 PYTHON ?= python3
@@ -66,5 +66,5 @@ $(ROUTER):
 	.tools/vllm-router/bin/python -m pip install --quiet $(PIP_FLAGS) vllm-router==0.1.17
 
 clean: ## Delete everything that can be made again
-	rm -rf .venv .venv-vllm .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	rm -rf .venv .venv-vllm .tools .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,6 +24,7 @@ from fleet.membership import candidates_for, common_backend, marked, relabelled
 from fleet.options import FleetOptions
 from fleet.outcome import Outcome, describe_failures, skipped
 from fleet.performer import Performer
+from fleet.registry import Registry
 from fleet.replica import Replica, Sleep
 from fleet.replica_client import Call
 from fleet.state import IN_SESSION, ROUND_OPEN, UNSET_VERSION, FleetState, TrainerPause
@@ -40,9 +41,15 @@ class Controls:
     """Carries out control calls over the whole fleet."""
 
     def __init__(
-        self, ledger: Ledger, performer: Performer, gate: Gate, options: FleetOptions
+        self,
+        ledger: Ledger,
+        performer: Performer,
+        registry: Registry,
+        gate: Gate,
+        options: FleetOptions,
     ) -> None:
         self._ledger = ledger
+        self._registry = registry
         self._performer = performer
         self._gate = gate
         self._options = options
@@ -177,6 +184,7 @@ class Controls:
 
     async def count_workers(self, *, include_dp: bool) -> int:
         """Return the workers that the next init would find."""
+        await self._registry.settle()
         state = self._ledger.state
         candidates, _ = candidates_for(state, None)
         candidates, _ = candidates_for(state, common_backend(candidates))

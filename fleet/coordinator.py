@@ -83,6 +83,7 @@ class Coordinator:
         """
         self._check_form(body.init_info)
         self._require(InitRequested, "init")
+        await self._registry.settle()
         await self._registry.verify(
             r.id for r in self._ledger.state.replicas.values() if not r.lost
         )

@@ -63,8 +63,7 @@ def what_next(state: FleetState, event: type[Event], call: str) -> FleetError | 
         return None
     message = story(state, call)
     if state.phase is Phase.FAILED:
-        world = membership(state)
-        hint = f"re-init with {world.next_world}{_left_out(state)}"
+        hint = f"re-init with {_with_or_without(state, _waited_in_failed(state))}"
         return MembershipChanged(message, hint=hint)
     if event in (InitRequested, StartRequested, ShutdownRequested) and state.phase in _BUSY:
         return RoundOpen(
@@ -114,6 +113,8 @@ def failure_kind(outcomes: Mapping[str, Outcome]) -> type[MemberFailed | Deadlin
 
 def _hint(event: Answered, state: FleetState) -> str:
     if isinstance(event, PauseFailed):
+        if any(o.outcome is Result.UNREACHABLE for o in event.outcomes.values()):
+            return f"what had been paused was resumed; re-init with {membership(state).next_world}"
         return "what had been paused was resumed; retry start"
     if isinstance(event, StartFailed):
         return "what had been started was taken back; retry start, or init again if it persists"
@@ -125,16 +126,22 @@ def _hint(event: Answered, state: FleetState) -> str:
 
 def _next_init(event: Answered, state: FleetState) -> str:
     """Say which init comes next, and what it takes; who merely waited for the culprit is in it."""
-    waiting = _waiting(event.outcomes)
-    whole = marked(state, waiting, wedged=None)
-    again = f"init again with {membership(whole).next_world}"
-    if waiting:
-        without = membership(state).next_world
-        again += f" once {', '.join(waiting)} answered ({without} without)"
+    again = f"init again with {_with_or_without(state, _waiting(event.outcomes))}"
     refused = [r for r, o in event.outcomes.items() if o.outcome is Result.FAILED]
     if refused and isinstance(event, InitFailed):
         again += f" (restart {', '.join(refused)} if that fails there again)"
-    return again + _left_out(whole)
+    return again
+
+
+def _with_or_without(state: FleetState, waiting: list[str]) -> str:
+    """Say what the next init needs, with and without those who may answer again any moment."""
+    still = [r for r in waiting if (known := state.replicas.get(r)) and known.wedged]
+    whole = marked(state, still, wedged=None)
+    told = membership(whole).next_world
+    if still:
+        without = membership(state).next_world
+        told += f" once {', '.join(still)} answered ({without} without)"
+    return told + _left_out(whole)
 
 
 def _waiting(outcomes: Mapping[str, Outcome]) -> list[str]:
@@ -142,6 +149,18 @@ def _waiting(outcomes: Mapping[str, Outcome]) -> list[str]:
     if only_deadlines_passed(outcomes):
         return []
     return [r for r, o in outcomes.items() if o.outcome is Result.WEDGED]
+
+
+def _waited_in_failed(state: FleetState) -> list[str]:
+    """Return who sat in the collective that somebody else failed, from the round's record."""
+    records = state.round.records if state.round else ()
+    collectives = [r for r in records if r.phase in (Phase.INITIALIZING, Phase.UPDATING)]
+    if not collectives:
+        return []
+    found = {r: arrival.outcome for r, arrival in collectives[-1].replicas.items()}
+    if not {Result.FAILED, Result.UNREACHABLE} & set(found.values()):
+        return []
+    return [r for r, outcome in found.items() if outcome is Result.WEDGED]
 
 
 def _left_out(state: FleetState) -> str:

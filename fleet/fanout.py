@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from fleet.outcome import Outcome, Result
@@ -32,10 +33,19 @@ class FanOut:
     def __init__(self, owner: asyncio.TaskGroup) -> None:
         self._owner = owner
         self._in_flight: Counter[str] = Counter()
+        self._left = asyncio.Event()
 
     def in_flight(self) -> frozenset[str]:
         """Return the replicas with a collective call that has not been answered."""
         return frozenset(+self._in_flight)
+
+    async def settled(self, within_s: float) -> None:
+        """Return when no collective call is in flight any more, or after `within_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while +self._in_flight:
+                    self._left.clear()
+                    await self._left.wait()
 
     async def ask(self, attempts: Mapping[str, Attempt], deadline_s: float) -> dict[str, Outcome]:
         """Make independent calls and wait for all of them; who is late is cancelled."""
@@ -97,6 +107,7 @@ class FanOut:
 
     def _leave(self, replica: str) -> None:
         self._in_flight[replica] -= 1
+        self._left.set()
 
 
 async def _awaited(attempt: Callable[[], Awaitable[Seen]]) -> Seen:
@@ -124,21 +135,23 @@ class _Gathering:
             self._settled.result()
 
     async def follow(self, replica: str, attempt: Attempt) -> None:
-        """Run one attempt to its end and count it, or report it late."""
+        """Run one attempt to its end and count it, or report it late; then it is in flight no more.
+
+        The order matters: whoever waits for the last call in flight finds its lateness dealt with.
+        """
         try:
             outcome = await attempt()
+            if self.closed and self._late is not None:
+                await self._late(replica, outcome)
+            else:
+                self._arrive(replica, outcome)
         except Exception as bug:  # the caller must see it; the owner's group must survive it
             if self._settled.done():
                 log.exception("bug in a late call", extra={"replica": replica})
             self._settle(bug)
-            return
         finally:
             if self.left is not None:
                 self.left(replica)
-        if self.closed and self._late is not None:
-            await self._late(replica, outcome)
-        else:
-            self._arrive(replica, outcome)
 
     def _arrive(self, replica: str, outcome: Outcome) -> None:
         self.outcomes[replica] = outcome

@@ -46,6 +46,7 @@ class Journal:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._queue: asyncio.Queue[Happening] = asyncio.Queue(QUEUED)
+        self._stopping = asyncio.Event()
 
     def note(self, event: Event, state: FleetState) -> None:
         """Take one event down; never waits, and drops it if the store is far behind."""
@@ -58,6 +59,8 @@ class Journal:
             weight_version=state.weight_version or UNSET_VERSION,
             failed=_failed(event),
         )
+        level = logging.WARNING if happening.failed else logging.INFO
+        log.log(level, "round event", extra=msgspec.structs.asdict(happening))
         if self._queue.full():
             log.warning("event dropped", extra={"event": happening.event})
         else:
@@ -73,9 +76,30 @@ class Journal:
             except StoreUnavailable as error:
                 log.warning("event not written", extra={"error": error.message})
 
-    def follow(self, after: str | None) -> AsyncIterator[Record]:
-        """Iterate over events after an id (None: from now on), as the store delivers them."""
-        return self._store.follow(STREAM, after)
+    def stop(self) -> None:
+        """End every `follow`: the gateway stops."""
+        self._stopping.set()
+
+    async def follow(self, after: str | None) -> AsyncIterator[Record]:
+        """Iterate over events after an id (None: from now on) until the gateway stops."""
+        records = self._store.follow(STREAM, after)
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        coming: asyncio.Future[Record] | None = None
+        try:
+            while True:
+                coming = asyncio.ensure_future(_next(records))
+                await asyncio.wait((coming, stopping), return_when=asyncio.FIRST_COMPLETED)
+                if not coming.done():
+                    return
+                yield coming.result()
+        finally:
+            stopping.cancel()
+            if coming is not None:
+                coming.cancel()
+
+
+async def _next(records: AsyncIterator[Record]) -> Record:
+    return await anext(records)
 
 
 def _failed(event: Event) -> dict[str, str]:

@@ -28,6 +28,8 @@ from fleet.state import FleetState
 
 log = logging.getLogger(__name__)
 
+SETTLE_S = 4.0
+"""How long to wait for survivors of a broken group: gloo lets go of them after about 2 s."""
 SLICES = 10
 """In how many parts a sweep is cut, so that probing hundreds of replicas is no burst."""
 
@@ -96,6 +98,13 @@ class Registry:
         await self._look(self._ledger.state.replicas.values(), closely=False)
         self.swept.set()
 
+    async def settle(self) -> None:
+        """Give those a moment who only waited for the culprit of a failed collective.
+
+        Without this, a trainer that inits again at once would get a group of the culprit alone.
+        """
+        await self._fan_out.settled(SETTLE_S)
+
     async def verify(self, replicas: Iterable[str]) -> None:
         """Look closely at these replicas now, so that a decision rests on what is, not what was."""
         known = self._ledger.state.replicas
@@ -117,7 +126,9 @@ class Registry:
                 state = observe(state, replica, fresh, now)
             return adopt_versions(state) if is_first else state
 
-        await self._ledger.amend(change)
+        after = await self._ledger.amend(change)
+        for name, replica in before.items():
+            _tell(replica, after.replicas.get(name))
 
     async def _observe(self, replica: Replica, closely: bool) -> Observation:
         limit_s = self._options.deadlines.probe_s
@@ -162,3 +173,17 @@ def _less_what_has_changed(seen: Observation, before: Replica, state: FleetState
 
 def _looks_new(replica: Replica) -> bool:
     return not replica.known or replica.lost is not None or replica.wedged is not None
+
+
+def _tell(before: Replica, after: Replica | None) -> None:
+    """Log what a probe changed: who came, went, came back or can never be a member."""
+    if after is None or before == after:
+        return
+    for fact in ("lost", "wedged", "refusal"):
+        was, now = getattr(before, fact), getattr(after, fact)
+        if was != now:
+            level = logging.WARNING if now else logging.INFO
+            log.log(level, "replica", extra={"replica": after.id, fact: now or "no more"})
+    if before.instance != after.instance:
+        told = "restarted" if before.instance else "joined"
+        log.info("replica", extra={"replica": after.id, "event": told, "instance": after.instance})

@@ -131,7 +131,7 @@ def state_of(
         (
             replica.holds != commit_index,
             ReplicaState.STALE,
-            "does not hold the committed version; the next full update brings it in",
+            "does not hold the committed version; the next init and full update bring it in",
         ),
         (
             fleet_paused or replica.paused,

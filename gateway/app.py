@@ -50,6 +50,13 @@ class Application:
     def __init__(self, framework: FastAPI) -> None:
         self.framework = framework
 
+    def stop(self) -> None:
+        """Tell those who would wait for ever that the gateway stops."""
+        gateway: Gateway | None = getattr(self.framework.state, "gateway", None)
+        if gateway is not None:
+            gateway.gate.stop()
+            gateway.journal.stop()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand rollouts to the proxy, everything else to FastAPI."""
         if scope["type"] == "http" and is_rollout(scope["path"].encode()):
@@ -91,6 +98,10 @@ async def open_gateway(settings: Settings) -> AsyncGenerator[Gateway]:
     ):
         gateway = await _assemble(settings, options, store, client, owner)
         await gateway.registry.add(settings.replicas)
+        if not gateway.ledger.state.replicas:
+            log.warning(
+                "no replicas yet: --replica, FLEET_REPLICAS or POST /fleet/replicas adds them"
+            )
         await gateway.registry.sweep()
         owner.create_task(gateway.registry.run(), name="probe replicas")
         owner.create_task(gateway.journal.run(), name="write events")
@@ -128,7 +139,7 @@ async def _assemble(
         journal=journal,
         registry=registry,
         coordinator=Coordinator(ledger, performer, registry, fan_out, options),
-        controls=Controls(ledger, performer, gate, options),
+        controls=Controls(ledger, performer, registry, gate, options),
         gate=gate,
         client=client,
         rollouts=rollouts,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from importlib.metadata import version as installed_version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,7 +19,8 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from gateway.settings import SettingsError, load_settings
+from fleet.errors import FleetError
+from gateway.settings import CLIENT_URL, SettingsError, load_settings
 
 app = typer.Typer(
     help="One URL that makes a fleet of vLLM servers take new weights together, or not at all.",
@@ -27,7 +30,7 @@ app = typer.Typer(
 )
 
 Url = Annotated[str, typer.Option(help="The gateway; user:token@ in it authenticates.")]
-DEFAULT_URL = os.environ.get("FLEET_URL", "http://127.0.0.1:8000")
+DEFAULT_URL = os.environ.get(CLIENT_URL, "http://127.0.0.1:8000")
 console = Console()
 
 
@@ -36,12 +39,28 @@ def main() -> None:
     app()
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(installed_version("vllm-fleet-gateway"))
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
+    ] = False,
+) -> None:
+    """One URL that makes a fleet of vLLM servers take new weights together, or not at all."""
+    del version
+
+
 @app.command()
 def serve(
-    host: Annotated[str | None, typer.Option(help="Address to listen on [0.0.0.0].")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on [8000].")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on (0.0.0.0).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (8000).")] = None,
     replica: Annotated[list[str] | None, typer.Option(help="A replica's URL; repeat it.")] = None,
-    store: Annotated[str | None, typer.Option(help="memory:// or redis://… [memory://].")] = None,
+    store: Annotated[str | None, typer.Option(help="memory:// or redis://… (memory://).")] = None,
     config: Annotated[Path | None, typer.Option(help="A YAML file with settings.")] = None,
 ) -> None:
     """Serve the gateway in front of the replicas. All settings: docs/settings.md (FLEET_*)."""
@@ -50,9 +69,9 @@ def serve(
     flags: dict[str, Any] = {"host": host, "port": port, "replicas": replica, "store": store}
     try:
         settings = load_settings(environ=os.environ, flags=flags, config=config)
-    except SettingsError as error:
+        run(settings)
+    except (SettingsError, FleetError, OSError) as error:
         _fail(str(error))
-    run(settings)
 
 
 @app.command()
@@ -67,6 +86,7 @@ def sim(
     token_delay_ms: Annotated[float, typer.Option(help="Time per token.")] = 1.0,
 ) -> None:
     """Run simulated vLLM servers on 127.0.0.1, with real tensors and scriptable faults."""
+    _need_torch()
     from fleet.sim import SimOptions
     from fleet.sim import serve as run
 
@@ -80,8 +100,8 @@ def sim(
     }
     try:
         run(SimOptions(**options))
-    except (ValueError, OSError) as error:
-        _fail(str(error))
+    except (ValueError, OSError, OverflowError) as error:
+        _fail(f"{error}; choose other ports with --base-port")
 
 
 @app.command()
@@ -91,6 +111,7 @@ def demo(
     rollouts: Annotated[int, typer.Option(min=1, help="Rollouts in flight.")] = 24,
 ) -> None:
     """Show the main job on simulated servers: several weight versions, no rollout lost."""
+    _need_torch()
     from gateway.demo import run_demo
 
     sys.exit(run_demo(replicas=replicas, versions=versions, in_flight=rollouts))
@@ -149,12 +170,19 @@ def resume(url: Url = DEFAULT_URL) -> None:
 
 @app.command()
 def abort(
-    request_ids: Annotated[list[str] | None, typer.Argument(help="None: all.")] = None,
+    request_ids: Annotated[
+        list[str] | None, typer.Argument(help="Ids that clients know; none means all.")
+    ] = None,
     url: Url = DEFAULT_URL,
 ) -> None:
     """Abort rollouts: those named, or all."""
     body = {"request_ids": request_ids} if request_ids else {}
     console.print_json(data=_call("POST", url, "/abort_requests", body))
+
+
+def _need_torch() -> None:
+    if find_spec("torch") is None:
+        _fail("simulated servers hold real tensors and need torch: pip install '.[sim]'")
 
 
 def _get(url: str, path: str) -> Any:

@@ -75,6 +75,7 @@ class RolloutGate:
         self._sending = 0
         self.inflight: dict[str, int] = {}
         self.closed_since: float | None = None
+        self._is_stopping = False
         self._nothing_sent = _set_event()
         self._nothing_running = _set_event()
 
@@ -92,6 +93,13 @@ class RolloutGate:
         else:
             self.closed_since = None
         self._release()
+
+    def stop(self) -> None:
+        """Send everyone in the line away, and hold nobody any more: the gateway stops."""
+        self._is_stopping = True
+        for waiting in tuple(self._line):
+            if not waiting.admitted.done():
+                waiting.admitted.set_exception(_stopping())
 
     async def closed(self) -> None:
         """Return when no rollout is between its choice of a replica and its last byte sent."""
@@ -214,6 +222,8 @@ class RolloutGate:
                 waiting.admitted.set_result(ticket)
 
     def _check_room(self, size: int) -> None:
+        if self._is_stopping:
+            raise _stopping()
         if self._settings.mode is GateMode.REJECT:
             raise GateOverflow("the fleet is changing its weights", hint=_RETRY)
         full = len(self._line) >= self._settings.max_held
@@ -241,8 +251,13 @@ class RolloutGate:
 
 def _give_back(waiting: _Waiting) -> None:
     """A rollout whose client left in the very moment it was admitted gives its ticket back."""
-    if waiting.admitted.done() and not waiting.admitted.cancelled():
-        waiting.admitted.result().done()
+    admitted = waiting.admitted
+    if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
+        admitted.result().done()
+
+
+def _stopping() -> NoEligibleReplica:
+    return NoEligibleReplica("the gateway is stopping", hint=_RETRY)
 
 
 _RETRY = "retry after the time in Retry-After"

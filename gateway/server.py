@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import resource
+import socket
+
 import uvicorn
 
+from fleet.store import open_store
 from gateway.app import Application, create_app
 from gateway.front import Front
 from gateway.logs import configure_logging
@@ -33,7 +38,55 @@ def uvicorn_config(app: Application, settings: Settings) -> uvicorn.Config:
     )
 
 
+class FleetServer(uvicorn.Server):
+    """uvicorn, but those who would wait for ever are told when it stops."""
+
+    def __init__(self, config: uvicorn.Config, application: Application) -> None:
+        super().__init__(config)
+        self._application = application
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Send held rollouts away and end event streams; running rollouts have the drain time."""
+        self._application.stop()
+        await super().shutdown(sockets)
+
+
 def serve(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM; running rollouts may end within the drain time."""
+    """Serve until SIGINT or SIGTERM; running rollouts may end within the drain time.
+
+    Raises OSError if the port cannot be had and StoreUnavailable if the store does not answer.
+    """
     configure_logging(settings.log)
-    uvicorn.Server(uvicorn_config(create_app(settings), settings)).run()
+    _raise_file_limit()
+    asyncio.run(_check_store(settings))
+    listening = _listen(settings)
+    application = create_app(settings)
+    server = FleetServer(uvicorn_config(application, settings), application)
+    server.run(sockets=[listening])
+
+
+def _raise_file_limit() -> None:
+    """Take as many files as the system allows: every rollout in flight needs two of them."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def _check_store(settings: Settings) -> None:
+    async with open_store(settings.store, settings.name) as store:
+        await store.ping()
+
+
+def _listen(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listening = socket.socket(family)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((settings.host, settings.port))
+    except OSError as error:
+        listening.close()
+        where = f"{settings.host}:{settings.port}"
+        raise OSError(
+            f"cannot listen on {where}: {error.strerror}; choose another --port"
+        ) from error
+    listening.set_inheritable(True)
+    return listening

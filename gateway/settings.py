@@ -72,6 +72,10 @@ _KUBERNETES_NAME: Final = re.compile(
 _KUBERNETES_PORT: Final = re.compile(r"(?:tcp|udp|sctp)://")
 
 
+CLIENT_URL: Final = "FLEET_URL"
+"""Where `fleet status` and its like find the gateway; not a setting of the gateway."""
+
+
 class SettingsError(ValueError):
     """The settings cannot be used; the message is one line for the one who starts the program."""
 
@@ -135,6 +139,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
     given: dict[str, _Given] = {}
     for written, value in sorted(environ.items()):
         if not written.startswith(PREFIX) or _from_kubernetes(written, value):
+            continue
+        if written == CLIENT_URL:
             continue
         if written not in known:
             raise SettingsError(_unknown(written, known))

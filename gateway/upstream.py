@@ -10,6 +10,7 @@ before. What this does not do: choose replicas, retry, or look into bodies.
 from __future__ import annotations
 
 import asyncio
+import errno
 from time import monotonic
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -18,6 +19,8 @@ import httptools
 
 KEPT_S = 4.0
 CONNECT_S = 10.0
+NO_FILE_S = 0.05
+"""How long to wait for a file descriptor: that there is none says nothing about the replica."""
 
 
 class Receiver(Protocol):
@@ -234,17 +237,29 @@ class Pool:
             connection.abort()
 
     async def _connect(self, receiver: Receiver) -> None:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_S):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(self), self.host, self.port, ssl=self.tls or None
-                )
+                connection = await self._open()
         except (OSError, TimeoutError) as error:
             receiver.answer_broken(f"cannot connect: {error or type(error).__name__}")
             return
         self._all.add(connection)
         receiver.connected(connection)
+
+    async def _open(self) -> Connection:
+        """Open a connection; if this process has no file left for it, wait until it has."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                _, connection = await loop.create_connection(
+                    lambda: Connection(self), self.host, self.port, ssl=self.tls or None
+                )
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                await asyncio.sleep(NO_FILE_S)
+            else:
+                return connection
 
 
 class Upstreams:

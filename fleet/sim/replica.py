@@ -146,6 +146,7 @@ class SimReplica:
 async def _end(boot: Boot) -> None:
     boot.over.set()
     boot.engine.on_death = lambda: None
+    _cut(boot.runner)  # before the engine's end can be answered: SIGKILL answers nobody
     boot.engine.die()
     if boot.listener is not None:
         await _stop_listening(boot.listener)
@@ -182,6 +183,12 @@ async def _stop_listening(listener: asyncio.Server) -> None:
     for _ in range(_LOOP_TURNS):
         await asyncio.sleep(0)
     listener.close()
+
+
+def _cut(runner: web.ServerRunner) -> None:
+    for connection in tuple(runner.server.connections) if runner.server is not None else ():
+        if connection.transport is not None:
+            connection.transport.abort()
 
 
 async def _break_connections(runner: web.ServerRunner) -> None:

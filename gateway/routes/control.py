@@ -111,7 +111,9 @@ async def init_weight_transfer_engine(request: Request) -> Response:
         outcomes = await gateway.coordinator.init(body, caller_of(request))
         generation = gateway.ledger.state.generation
         message = "Weight transfer initialized"
-        return {"message": message, "generation": generation, **told(outcomes)}
+        group = gateway.ledger.state.group
+        left_out = {"left_out": group.left_out} if group and group.left_out else {}
+        return {"message": message, "generation": generation, **left_out, **told(outcomes)}
 
     return await gateway.desk.serve(request, lambda b: decode(b, InitBody, "init"), act)
 

@@ -37,6 +37,19 @@ async def test_an_update_that_failed_on_one_leaves_no_one_serving_until_it_is_re
         await _check_all_hold(case, seed=3, version="2", but=kind in ("die", "hang"))
 
 
+async def test_a_trainer_that_inits_again_at_once_gets_the_whole_fleet() -> None:
+    """Who only waited for the culprit is counted, though it takes a moment until it is free."""
+    async with _gloo() as (case, trainer):
+        await asyncio.to_thread(trainer.init)
+        case.replicas[1].faults.add(UPDATE, "status", status=500)
+        with pytest.raises(TrainerError):
+            await asyncio.to_thread(trainer.send_weights, build_state_dict(2))
+        await asyncio.to_thread(trainer.init)
+        assert trainer.world_size == 4
+        await asyncio.to_thread(trainer.send_weights, build_state_dict(3))
+        await _check_all_hold(case, seed=3, version="1")
+
+
 async def test_a_restarted_replica_gets_the_weights_that_the_others_got() -> None:
     """It is out of the group until the next init, whose first update names all tensors again."""
     async with _gloo() as (case, trainer):

@@ -1,0 +1,120 @@
+"""`fleet serve` as a process: how it starts, how it stops, what it says when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+
+from fleet.sim import SimFleet
+from tests.waiting import wait_until
+
+FLEET = str(Path(sys.executable).with_name("fleet"))
+ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("FLEET_")}
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `fleet` to its end."""
+    return subprocess.run(
+        [FLEET, *arguments],
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+@asynccontextmanager
+async def served(*arguments: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process, str]]:
+    """Run `fleet serve` on a free port; yields the process and its URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = await asyncio.create_subprocess_exec(
+        FLEET, "serve", "--host", "127.0.0.1", "--port", str(port), *arguments,
+        env=ENVIRONMENT, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def test_a_gateway_that_stops_sends_away_who_would_wait_for_ever() -> None:
+    """Held rollouts get 503 with Retry-After, event streams end, and the process is gone soon."""
+    async with (
+        SimFleet(replicas=1, backend="nccl") as fleet,
+        served("--replica", fleet.urls[0]) as (process, url),
+        httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http,
+        asyncio.timeout(30),
+    ):
+
+        async def healthy() -> bool:
+            try:
+                return (await http.get("/health")).status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        async def held() -> bool:
+            return (await http.get("/fleet")).json()["gate"]["held"] == 1
+
+        await wait_until(healthy)
+        await http.post("/pause?mode=keep")
+        rollout = {"model": "sim", "prompt": "x"}
+        async with asyncio.TaskGroup() as group, http.stream("GET", "/fleet/events") as events:
+            waiting = group.create_task(http.post("/v1/completions", json=rollout))
+            await wait_until(held)
+            process.send_signal(signal.SIGTERM)
+            async for _ in events.aiter_raw():
+                pass
+        assert waiting.result().status_code == 503
+        assert waiting.result().headers["retry-after"]
+        assert await process.wait() in (0, -signal.SIGTERM)
+        assert process.stderr is not None
+        assert b"Traceback" not in await process.stderr.read()
+
+
+def test_a_store_that_is_not_there_is_one_line() -> None:
+    """The start stops before anything else, and says where it looked."""
+    ended = run("serve", "--store", "redis://127.0.0.1:1/0")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("fleet: ")
+    assert "redis://127.0.0.1:1/0" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_port_in_use_is_one_line_that_says_what_to_do() -> None:
+    """No stack trace, no six lines of log."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = run("serve", "--host", "127.0.0.1", "--port", str(port))
+    assert ended.returncode == 2
+    assert ended.stderr.strip().endswith("choose another --port")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_the_clients_url_is_no_setting_of_the_gateway() -> None:
+    """FLEET_URL may stand in the environment that `fleet serve` is started from."""
+    ended = run("serve", "--port", "99999", FLEET_URL="http://gateway:8000")
+    assert "FLEET_URL" not in ended.stderr
+
+
+def test_an_unknown_setting_stops_the_start_with_one_line() -> None:
+    """It names the nearest one."""
+    ended = run("serve", FLEET_GATE_MODE="hold")
+    assert ended.returncode == 2
+    assert "FLEET_GATE__MODE" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
