@@ -1,8 +1,8 @@
 """Simulated vLLM replicas on real sockets with real tensors, and a trainer to drive them.
 
-For tests, the demo and trying a gateway out without a GPU. The replicas behave as docs/protocol.md
-says of vLLM 0.32, killing and wedging included; what they leave out is said in each module. They
-run no model: see `generation.py` for what their answers are made of.
+For tests, the demo and trying a gateway out without a GPU. The replicas behave as vLLM 0.32
+was seen to (tests/conformance runs against both), killing and wedging included; what they leave
+out is said in each module. They run no model: see `generation.py` for what their answers are made of.
 """
 
 from fleet.sim.fleet import SimFleet, serve
