@@ -2,7 +2,7 @@
 
 For tests, the demo and trying a gateway out without a GPU. The replicas behave as vLLM 0.32
 was seen to (tests/conformance runs against both), killing and wedging included; what they leave
-out is said in each module. They run no model: see `generation.py` for what their answers are made of.
+out is said in each module. They run no model: `generation.py` says what their answers are made of.
 """
 
 from fleet.sim.fleet import SimFleet, serve
