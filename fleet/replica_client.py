@@ -33,6 +33,10 @@ ANSWER_BYTES = 64 * 1024 * 1024
 """How long an answer to a control call may be; checksums of a large model are a few megabytes."""
 
 
+MAY_DECLINE = frozenset({"/reset_prefix_cache"})
+"""Calls to which `"success": false` is an answer: blocks that are in use cannot be dropped."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One request to a replica; `body` is JSON bytes, shared by every replica that gets them."""
@@ -128,7 +132,8 @@ class ReplicaClient:
         async with session.request(
             call.method, target, data=body, headers=headers, allow_redirects=False
         ) as response:
-            return judge(response.status, await _read(response))
+            body = await _read(response)
+            return judge(response.status, body, may_decline=call.path in MAY_DECLINE)
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
@@ -141,17 +146,20 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     return bytes(body)
 
 
-def judge(status: int, body: bytes) -> Outcome:
-    """Return what an answer means: 2xx and no error in the body is ok, all else is failed."""
+def judge(status: int, body: bytes, *, may_decline: bool = True) -> Outcome:
+    """Return what an answer means: 2xx and no error in the body is ok, all else is failed.
+
+    `may_decline`: that it had no success is an answer to this call, not a failure of it.
+    """
     answer = _decode(body)
-    complaint = _complaint(answer)
+    complaint = _complaint(answer, may_decline=may_decline)
     if status < 300 and complaint is None:
         return Outcome(outcome=Result.OK, status=status, answer=answer)
     detail = complaint or _text(body) or f"HTTP {status}"
     return Outcome(outcome=Result.FAILED, status=status, detail=detail[:DETAIL_CHARS])
 
 
-def _complaint(answer: Any) -> str | None:
+def _complaint(answer: Any, *, may_decline: bool) -> str | None:
     """Return what a body says went wrong, in any of the shapes that vLLM and FastAPI use."""
     if not isinstance(answer, dict):
         return None
@@ -160,7 +168,8 @@ def _complaint(answer: Any) -> str | None:
         return str(error.get("message") or error)
     if error:
         return str(error)
-    if answer.get("object") == "error" or answer.get("status") == "error":
+    says_no = answer.get("success") is False and not may_decline
+    if says_no or answer.get("object") == "error" or answer.get("status") == "error":
         return str(answer.get("message") or answer)
     detail: Any = answer.get("detail")
     return str(detail) if detail is not None and len(answer) == 1 else None

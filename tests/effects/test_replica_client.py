@@ -148,6 +148,20 @@ def test_any_other_200_is_ok_and_brings_its_answer(body: bytes, answer: object) 
     assert (outcome.outcome, outcome.status, outcome.answer) == (Result.OK, 200, answer)
 
 
+@pytest.mark.parametrize(
+    ("path", "result"),
+    [("/update_weight_version", Result.FAILED), ("/reset_prefix_cache", Result.OK)],
+)
+async def test_no_success_is_an_answer_to_a_cache_reset_only(
+    client: ReplicaClient, path: str, result: Result
+) -> None:
+    """Case 14 once more: a label that was not set must not be committed."""
+    async with serving(answering(b'{"success": false, "message": "it broke"}')) as url:
+        outcome = await client.call(url, Call("POST", path))
+    assert outcome.outcome is result
+    assert outcome.detail == (None if outcome.ok else "it broke")
+
+
 @pytest.mark.parametrize("status", [300, 302, 400, 403, 404, 409, 422, 500, 502, 503])
 @pytest.mark.parametrize(
     ("body", "detail"),
