@@ -60,6 +60,7 @@ class Connection(asyncio.Protocol):
         self._receiver: Receiver | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._headers: list[tuple[bytes, bytes]] = []
+        self._pieces: list[bytes] = []
         self._has_body_until_close = False
         self._sending = False
         self._is_headless = False
@@ -123,14 +124,23 @@ class Connection(asyncio.Protocol):
         if self._receiver is None:
             self.abort()  # nobody asked: it must not pass for the next one's answer
             return
+        broken: str | None = None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._has_surplus = True
-            if not self._is_whole:
-                self._break(f"not HTTP: {error}")
+            broken = f"not HTTP: {error}"
+        self._deliver()
         if self._is_whole:
             self._finish()
+        elif broken is not None:
+            self._break(broken)
+
+    def _deliver(self) -> None:
+        """Pass on in one piece what came in one piece: a burst of events is one write."""
+        pieces, self._pieces = self._pieces, []
+        if pieces and self._receiver is not None:
+            self._receiver.answer_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def eof_received(self) -> None:
         """Some answers end with their connection."""
@@ -170,8 +180,8 @@ class Connection(asyncio.Protocol):
             self.on_message_complete()
 
     def on_body(self, data: bytes) -> None:
-        if self._receiver is not None and not self._is_whole:
-            self._receiver.answer_body(data)
+        if not self._is_whole:
+            self._pieces.append(data)
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() >= 200 and not self._is_whole:
