@@ -281,10 +281,10 @@ class Exchange:
             self._client.break_off()
             return
         self._failed.append(replica)
-        if len(self._failed) < ATTEMPTS:
+        if len(self._failed) < ATTEMPTS and self._rollouts.gate.has_another(self._failed):
             self._admit()
             return
-        told = f"replicas {', '.join(self._failed)} broke the connection before answering"
+        told = f"{', '.join(self._failed)} broke the connection before answering"
         hint = "retry; GET /fleet/replicas tells which ones are gone"
         self._refuse(NoEligibleReplica(told, hint=hint))
 

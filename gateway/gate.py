@@ -161,6 +161,11 @@ class RolloutGate:
             del self._line[waiting]
             self._held_bytes -= size
 
+    def has_another(self, avoid: Iterable[str]) -> bool:
+        """Whether any replica but these may take rollouts, now or after some update."""
+        known = self._state.replicas.values() if self._state else ()
+        return any(r.may_join_group() and r.id not in avoid for r in known)
+
     def stop_sending(self) -> None:
         """Count one ticket as sent."""
         self._sending -= 1

@@ -237,6 +237,19 @@ async def test_a_rollout_is_tried_twice_and_no_more() -> None:
         assert sum(len(replica.faults.as_json()) for replica in case.replicas) == 1
 
 
+async def test_a_rollout_that_broke_on_the_only_replica_is_refused_at_once() -> None:
+    """Nobody else could take it over, however long it waited; a retry of its client finds it."""
+    async with case_of(nccl(2)) as case:
+        await case.replicas[1].die()
+        await case.await_states("ready", "gone")
+        case.replicas[0].faults.add(COMPLETIONS, "drop")
+        async with asyncio.timeout(5):
+            answer = await case.complete()
+        check_error(answer, 503, case.replicas[0].id, "broke the connection before answering")
+        assert "Retry-After" in answer.headers
+        assert (await case.complete()).status_code == 200
+
+
 async def test_a_replicas_own_error_is_passed_on_and_not_retried() -> None:
     """A 500 is an answer: a rollout that failed may have had effects."""
     async with case_of() as case:
