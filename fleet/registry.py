@@ -45,6 +45,7 @@ class Registry:
         self._fan_out = fan_out
         self._options = options
         self._store_was_empty = not ledger.state.replicas and ledger.state.commit_index == 0
+        self._looking: set[str] = set()
         self.swept = asyncio.Event()
 
     async def add(self, urls: Iterable[str]) -> list[str]:
@@ -77,8 +78,27 @@ class Registry:
         """Look at every replica once per interval, for ever, in slices that spread the work."""
         while True:
             for part in _slices(list(self._ledger.state.replicas)):
-                await self._look_quietly(part)
+                for names in self._apart(part):
+                    self._looking.update(names)
+                    self._fan_out.spawn(self._look_aside(names), name="probe")
                 await asyncio.sleep(self._options.deadlines.probe_interval_s / SLICES)
+
+    def _apart(self, part: list[str]) -> list[list[str]]:
+        """Keep those that may not answer out of the way of the others; leave out who is looked at.
+
+        A look is over when the slowest has answered, and a silent one takes its whole deadline.
+        """
+        known = self._ledger.state.replicas
+        free = [r for r in part if r in known and r not in self._looking]
+        alone = [[r] for r in free if not known[r].reachable]
+        together = [r for r in free if known[r].reachable]
+        return [*alone, together] if together else alone
+
+    async def _look_aside(self, names: list[str]) -> None:
+        try:
+            await self._look_quietly(names)
+        finally:
+            self._looking.difference_update(names)
 
     async def suspect(self, replica: str) -> None:
         """Look at a replica that has just broken a connection; never raises."""

@@ -16,6 +16,7 @@ from fleet.replica_client import open_client
 from fleet.sim import SimFleet
 from fleet.state import FleetState
 from fleet.store import open_store
+from tests.waiting import wait_until
 
 
 @asynccontextmanager
@@ -59,3 +60,26 @@ async def test_replicas_that_agree_teach_an_empty_store_the_version() -> None:
             await registry.sweep()
     state: FleetState = ledger.state
     assert (state.weight_version, state.counter, len(state.ready())) == ("7", 7, 2)
+
+
+async def test_a_silent_replica_delays_the_news_of_no_other() -> None:
+    """A restart is seen within a probe, though someone else takes a whole deadline for nothing."""
+    async with SimFleet(replicas=2, backend="nccl") as fleet:
+        await _label(fleet, ["7", "7"])
+        silent, other = fleet.replicas
+        async with registry_over(fleet) as (registry, ledger), task_owner() as owner:
+            await registry.sweep()
+            silent.log.clear()
+            silent.faults.add("/*", "hang", times=0)
+            owner.create_task(registry.run())
+
+            async def is_looked_at() -> bool:
+                return bool(silent.log.calls("/weight_info"))
+
+            async def has_restarted() -> bool:
+                return ledger.state.replicas[other.id].version == "default"
+
+            await wait_until(is_looked_at, timeout_s=4)
+            await other.restart()
+            await wait_until(has_restarted, timeout_s=4)
+            assert ledger.state.replicas[silent.id].reachable
