@@ -14,7 +14,7 @@ import msgspec
 from fleet.errors import LayoutUnsupported, MembershipChanged
 from fleet.layout import Layout, count_workers, lay_out
 from fleet.outcome import Outcome, Result, had_no_session
-from fleet.replica import Replica, Topology, why_left_out
+from fleet.replica import Replica, Sleep, Topology, why_left_out
 from fleet.state import ROUND_OPEN, UNSET_VERSION, FleetState, Group
 from fleet.wire import SPARSE_BACKENDS
 
@@ -40,6 +40,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     instance: str | None = None
     version: str | None = None
     paused: bool | None = None
+    asleep: bool = False
     unwedged: bool = False
 
 
@@ -86,7 +87,8 @@ def observe(state: FleetState, replica: str, seen: Observation, now: float) -> F
     if before is None:
         return state
     if _in_open_round(state, replica):
-        seen = change(seen, paused=None)  # it may have looked just before the round's own pause
+        # it may have looked just before the round's own pause
+        seen = change(seen, paused=None, asleep=False)
     if seen.lost is not None:
         after = change(before, lost=before.lost or seen.lost)
     elif seen.silent is not None:
@@ -311,12 +313,14 @@ def _first_weights(replica: Replica, state: FleetState) -> Replica:
 def _merge(before: Replica, seen: Observation) -> Replica:
     """Take over what the probe asked for; a silent member of a collective stays wedged.
 
-    A sleeping server says that it is paused, and a paused one that it sleeps (vllm/v1/engine/
-    core.py: is_sleeping, 0.32), so a sleep that was not ordered here shows as a pause.
+    A sleeping vLLM says that it is paused as well (vllm/v1/engine/core.py, 0.32), so its sleep, if
+    not ordered here, shows as a pause. One that is seen asleep wakes up when that is ordered here.
     """
     fields = ("topology", "backend", "instance", "version", "paused")
     news = {f: getattr(seen, f) for f in fields if getattr(seen, f) is not None}
     news["named"] = seen.version or before.named
+    if seen.asleep and before.sleep is None:
+        news["sleep"] = Sleep(level=1)
     wedged = None if seen.unwedged else before.wedged
     return change(before, refusal=_refusal(before, seen), wedged=wedged, **news)
 

@@ -120,7 +120,22 @@ async def identify(client: ReplicaClient, url: str, placement: Placement) -> Obs
         instance=info.instance_id or await _start_time(client, url),
         version=_version(version),
         paused=_field(paused, "is_paused", bool),
+        asleep=await _asleep(client, url, paused),
     )
+
+
+async def _asleep(client: ReplicaClient, url: str, paused: Outcome) -> bool:
+    """Whether a server sleeps for certain.
+
+    vLLM calls a paused server a sleeping one (v1/engine/core.py: is_sleeping, 0.32), so it counts
+    only if it was paused neither before nor after.
+    """
+    if _field(paused, "is_paused", bool):
+        return False
+    sleeping = await client.call(url, Call("GET", "/is_sleeping"))
+    if not _field(sleeping, "is_sleeping", bool):
+        return False
+    return not _field(await client.call(url, Call("GET", "/is_paused")), "is_paused", bool)
 
 
 def topology_of(parallel: _Parallel, size: int | None, placement: Placement) -> Topology:

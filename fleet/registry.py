@@ -180,7 +180,7 @@ def _slices(replicas: list[str]) -> list[list[str]]:
 
 
 def _less_what_has_changed(seen: Observation, before: Replica, state: FleetState) -> Observation:
-    """Leave out of an observation whether the replica is paused if that was changed meanwhile.
+    """Leave out of an observation whether the replica rests if that was changed meanwhile.
 
     `before` are the facts when the probe went out: it may have looked just before a resume or a
     wake-up that has been written down since, and nothing would look again.
@@ -188,7 +188,7 @@ def _less_what_has_changed(seen: Observation, before: Replica, state: FleetState
     after = state.replicas.get(before.id)
     if after is None or (after.paused, after.sleep) == (before.paused, before.sleep):
         return seen
-    return msgspec.structs.replace(seen, paused=None)
+    return msgspec.structs.replace(seen, paused=None, asleep=False)
 
 
 def _looks_new(replica: Replica) -> bool:

@@ -113,6 +113,27 @@ async def test_case_20_a_sleeping_server_is_never_routed_to() -> None:
         assert [r.log.outcomes["killed"] for r in case.replicas] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("paused", [False, None])
+async def test_case_20_a_server_that_sleeps_when_it_is_found_is_not_routed_to(
+    *, paused: bool | None
+) -> None:
+    """Whether it says that it is not paused, or nothing of it; its wake-up makes it ready."""
+    async with case_of(nccl(2)) as case:
+        sleeper = case.replicas[0]
+        sleeper.faults.add(
+            "/is_sleeping", "status", status=200, body={"is_sleeping": True}, times=0
+        )
+        if paused is None:
+            sleeper.faults.add("/is_paused", "status", status=404, times=0)
+        await sleeper.die()
+        await case.await_states("gone", "ready")
+        await sleeper.restart()
+        await case.await_states("asleep", "ready")
+        assert (await case.complete()).headers["X-Fleet-Replica"] == case.replicas[1].id
+        assert (await case.post("/wake_up")).status_code == 200
+        await case.await_states("ready", "ready")
+
+
 async def test_case_21_woken_with_weights_only_it_is_still_asleep() -> None:
     """Eligible again only when kv_cache is awake too."""
     async with case_of() as case:

@@ -141,6 +141,14 @@ def test_a_restart_forgets_everything_but_address_and_draining(
     )
 
 
+def test_a_server_that_sleeps_when_it_is_found_gets_no_rollouts() -> None:
+    """Case 20; inside an open round the pause of the round could be taken for it."""
+    new, asleep = replica("a", topology=None), change(SEEN, asleep=True, paused=False)
+    assert state_names(observe(fleet_of(new), "a", asleep, LATER)) == {"a": ReplicaState.ASLEEP}
+    state = observe(fleet_in(Phase.STARTED, replica("a")), "a", asleep, LATER)
+    assert state.replicas["a"].sleep is None
+
+
 UNNAMED = Observation(topology=Topology(workers=2), version="default")
 
 
