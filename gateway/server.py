@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import socket
 
@@ -62,7 +63,18 @@ def serve(settings: Settings) -> None:
     listening = _listen(settings)
     application = create_app(settings)
     server = FleetServer(uvicorn_config(application, settings), application)
+    _relax_collector()
     server.run(sockets=[listening])
+
+
+def _relax_collector() -> None:
+    """Collect cycles less often, and never look again at what was loaded before the start.
+
+    A fan-out to 1,024 replicas makes some 100,000 objects that die by themselves; with Python's
+    default of 700 between two collections, a third of its time went into looking for cycles.
+    """
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def _raise_file_limit() -> None:
