@@ -311,6 +311,7 @@ class Exchange:
             elapsed_s=monotonic() - self._began,
         )
         self._end_ticket()
+        request.body = b""  # an exchange and its client know each other, so both may linger
         rollouts.accounts.close(account, self._tail)
 
     def _end_ticket(self) -> None:

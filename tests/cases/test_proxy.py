@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import os
 from collections.abc import AsyncGenerator
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.exchange import Request
 from gateway.settings_model import Settings
 from tests.cases.conftest import Case, case_of, check_error, fast, nccl
 from tests.cases.raw_http import (
@@ -299,6 +301,19 @@ async def test_rollout_paths_that_are_not_completions_reach_one_replica() -> Non
             assert answer.headers["X-Weight-Version"] == "default"
             assert answer.headers["X-Fleet-Replica"] in {r.id for r in case.replicas}
         assert (await case.post("/v1/embeddings", {"input": "x"})).json() == {"detail": "Not Found"}
+
+
+async def test_the_body_of_a_rollout_is_given_up_with_its_answer() -> None:
+    """At once, not when the garbage is collected: that may be thousands of bodies later."""
+    gc.disable()
+    try:
+        async with _behind(answering(answer_of(b"{}"))) as (served, _):
+            for _ in range(3):
+                await exchange(served.url, request_of(COMPLETIONS, b"x" * 100_000))
+            kept = [found for found in gc.get_objects() if type(found) is Request]
+            assert not [request for request in kept if request.body]
+    finally:
+        gc.enable()
 
 
 async def test_rollouts_spread_over_the_replicas() -> None:
