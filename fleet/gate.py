@@ -19,13 +19,3 @@ class Gate(Protocol):
     async def drained(self) -> None:
         """Return when no rollout is being answered by any replica."""
         ...
-
-
-class NoRollouts:
-    """The gate of a gateway that carries no rollouts."""
-
-    async def closed(self) -> None:
-        """Return at once."""
-
-    async def drained(self) -> None:
-        """Return at once."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from fleet.errors import LayoutUnsupported, MembershipChanged
-from fleet.layout import Layout, count_workers, lay_out
+from fleet.layout import Layout, count_workers
 from fleet.outcome import Outcome, Result, had_no_session
 from fleet.replica import Replica, Sleep, Topology, why_left_out
 from fleet.state import ROUND_OPEN, UNSET_VERSION, FleetState, Group
@@ -239,11 +239,6 @@ def common_backend(replicas: Iterable[Replica]) -> str | None:
     """Return the backend all replicas were started with, or None if they do not say or differ."""
     backends = {r.backend for r in replicas}
     return backends.pop() if len(backends) == 1 else None
-
-
-def lay_out_candidates(candidates: list[Replica], base: int) -> Layout:
-    """Return the layout of the next group behind `base` trainer ranks."""
-    return lay_out(candidates, base=base)
 
 
 def _lost_members(state: FleetState) -> dict[str, str]:

@@ -16,7 +16,7 @@ from fleet.state import ROUND_OPEN, FleetState
 from gateway.auth import Right, authorise
 from gateway.context import Gateway, gateway_of
 from gateway.desk import caller_of
-from gateway.routes.control import told
+from gateway.routes.control import nothing, told
 from gateway.views import fleet_view, layout_view, replicas_view, round_view
 
 router = APIRouter(prefix="/fleet")
@@ -106,7 +106,7 @@ async def remove_replica(request: Request, replica: str) -> Response:
         await gateway.registry.remove(replica)
         return {"removed": replica}
 
-    return await gateway.desk.serve(request, _nothing, act, right=Right.OPERATOR)
+    return await gateway.desk.serve(request, nothing, act, right=Right.OPERATOR)
 
 
 @router.post("/replicas/{replica}/drain")
@@ -145,7 +145,7 @@ async def reset(request: Request, new_model: bool = False) -> Response:
         view = fleet_view(state, gateway.gate)
         return {"fenced": fenced, "wedged": wedged, "fleet": view, **told(outcomes)}
 
-    return await gateway.desk.serve(request, _nothing, act, right=Right.OPERATOR)
+    return await gateway.desk.serve(request, nothing, act, right=Right.OPERATOR)
 
 
 async def _mark(request: Request, replica: str, **facts: Any) -> Response:
@@ -160,7 +160,7 @@ async def _mark(request: Request, replica: str, **facts: Any) -> Response:
         await gateway.ledger.amend(change)
         return _one(gateway, replica)
 
-    return await gateway.desk.serve(request, _nothing, act, right=Right.OPERATOR)
+    return await gateway.desk.serve(request, nothing, act, right=Right.OPERATOR)
 
 
 def _one(gateway: Gateway, replica: str) -> dict[str, Any]:
@@ -180,8 +180,3 @@ def _guarded(request: Request) -> Gateway:
 
 def _json(content: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
-
-
-def _nothing(body: bytearray) -> None:
-    if body:
-        decode(body, dict[str, Any], "this call")

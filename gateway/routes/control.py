@@ -43,7 +43,7 @@ async def pause(request: Request, mode: str = "abort", clear_cache: bool = True)
         )
         return {"status": "paused", **told(outcomes)}
 
-    return await gateway.desk.serve(request, _nothing, act)
+    return await gateway.desk.serve(request, nothing, act)
 
 
 @router.post("/resume")
@@ -54,7 +54,7 @@ async def resume(request: Request) -> Response:
     async def act(_: None) -> dict[str, Any]:
         return {"status": "resumed", **told(await gateway.controls.resume())}
 
-    return await gateway.desk.serve(request, _nothing, act)
+    return await gateway.desk.serve(request, nothing, act)
 
 
 @router.get("/is_paused")
@@ -129,7 +129,7 @@ async def shutdown_weight_transfer_engine(request: Request) -> Response:
             **told(await gateway.coordinator.shutdown()),
         }
 
-    return await gateway.desk.serve(request, _nothing, act)
+    return await gateway.desk.serve(request, nothing, act)
 
 
 @router.post("/start_weight_update")
@@ -151,7 +151,7 @@ async def _start(request: Request, *, draft: bool, message: str) -> Response:
         outcomes = await gateway.coordinator.start(caller_of(request), draft=draft)
         return {"message": message, **told(outcomes)}
 
-    return await gateway.desk.serve(request, _nothing, act)
+    return await gateway.desk.serve(request, nothing, act)
 
 
 @router.post("/update_weights")
@@ -220,7 +220,7 @@ async def get_world_size(request: Request, include_dp: bool = True) -> Response:
     async def act(_: None) -> dict[str, Any]:
         return {"world_size": await gateway.controls.count_workers(include_dp=include_dp)}
 
-    return await gateway.desk.serve(request, _nothing, act)
+    return await gateway.desk.serve(request, nothing, act)
 
 
 class _Checker(msgspec.Struct, frozen=True):
@@ -285,7 +285,7 @@ async def sleep(request: Request, level: int = 1, mode: str = "abort") -> Respon
         outcomes = await gateway.controls.sleep(level, mode)
         return {"status": "sleeping", "level": level, **told(outcomes)}
 
-    return await gateway.desk.serve(request, _nothing, act)
+    return await gateway.desk.serve(request, nothing, act)
 
 
 @router.post("/wake_up")
@@ -299,7 +299,7 @@ async def wake_up(request: Request, tags: Annotated[tuple[str, ...], Query()] = 
         status = "sleeping" if asleep else "awake"
         return {"status": status, "tags": list(tags) or None, **told(outcomes)}
 
-    return await gateway.desk.serve(request, _nothing, act)
+    return await gateway.desk.serve(request, nothing, act)
 
 
 @router.get("/is_sleeping")
@@ -331,7 +331,7 @@ async def reset_prefix_cache(request: Request) -> Response:
             await gateway.controls.caches_cleared()
         return {"success": success, **told(outcomes)}
 
-    return await gateway.desk.serve(request, _nothing, act)
+    return await gateway.desk.serve(request, nothing, act)
 
 
 @router.post("/reset_mm_cache")
@@ -408,7 +408,7 @@ async def _read(request: Request, answer: Any) -> Response:
     async def act(_: None) -> dict[str, Any]:
         return answer(gateway)
 
-    return await gateway.desk.serve(request, _nothing, act)
+    return await gateway.desk.serve(request, nothing, act)
 
 
 async def _broadcast(request: Request, answer: dict[str, Any]) -> Response:
@@ -418,14 +418,14 @@ async def _broadcast(request: Request, answer: dict[str, Any]) -> Response:
         outcomes = await gateway.controls.broadcast(_same_call(request), request.url.path)
         return {**answer, **told(outcomes)}
 
-    return await gateway.desk.serve(request, _nothing, act)
+    return await gateway.desk.serve(request, nothing, act)
 
 
 def _same_call(request: Request) -> Call:
     return Call("POST", request.url.path, request.url.query)
 
 
-def _nothing(body: bytearray) -> None:
+def nothing(body: bytearray) -> None:
     """The call takes no body; clients send none, or an empty object."""
     if body:
         decode(body, dict[str, Any], "this call")
