@@ -70,6 +70,8 @@ class Accounts:
             metrics.rollouts_spanning.inc()
         if account.outcome == "cancelled":
             metrics.rollouts_cancelled.inc()
+        if account.outcome == "broken":
+            metrics.rollouts_broken.inc()
         if self._file is not None:
             self._write(account, tail)
 

@@ -7,25 +7,27 @@ label is fixed, what may be tried again, how an answer that cannot be completed 
     admitted -> connected -> sent -> answer started -> … -> complete
                     |                     '-> broken: broken off, never replayed
                     '-> broken before any byte: once more, on another replica
+
+A stream of events that is broken off says so in one event more, then ends without its last chunk:
+a client that reads events learns why, and any other still sees an answer that is not whole.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
 
-from fleet.errors import FleetError, NoEligibleReplica
+from fleet.errors import FleetError, MemberFailed, NoEligibleReplica
+from fleet.outcome import Outcome, Result
 from fleet.replica import Replica
 from gateway.accounts import TAIL_BYTES, Account
 from gateway.gate import Ticket
 from gateway.heads import REPLACED_IN_ANSWER, Headers, passed_on
 from gateway.rollouts import Rollouts
+from gateway.streams import end_of, error_event, is_between, takes_events
 from gateway.upstream import Connection, Pool
-
-log = logging.getLogger(__name__)
 
 ATTEMPTS = 2
 """How often a rollout may be tried: once more, on another replica, if no byte has come back."""
@@ -77,8 +79,8 @@ class Client(Protocol):
         """No replica answers; say why."""
         ...
 
-    def break_off(self) -> None:
-        """The answer cannot be completed, and the client must notice."""
+    def break_off(self, last: bytes) -> None:
+        """The answer cannot be completed, and the client must notice; `last` still goes out."""
         ...
 
 
@@ -95,6 +97,7 @@ class Exchange:
         "_rollouts",
         "_started",
         "_status",
+        "_stream_end",
         "_tail",
         "_ticket",
         "_waiting",
@@ -114,6 +117,7 @@ class Exchange:
         self._is_gone = False
         self._began = monotonic()
         self._status: int | None = None
+        self._stream_end: bytes | None = None  # of a stream of events: how it ends so far
         self._tail = b""
 
     # -- from the client ---------------------------------------------------------------------------
@@ -239,6 +243,8 @@ class Exchange:
         self._started = True
         self._status = status
         answer = passed_on(headers, REPLACED_IN_ANSWER)
+        if takes_events(answer):
+            self._stream_end = b""
         answer.append((b"x-weight-version", ticket.version.encode("latin-1")))
         if gate.version != ticket.version:
             answer.append((b"x-weight-version-end", gate.version.encode("latin-1")))
@@ -253,6 +259,8 @@ class Exchange:
         """Pass a piece of the answer on as it came."""
         if self._rollouts.accounts.keeps_tails:
             self._tail = (self._tail + data)[-TAIL_BYTES:]
+        if self._stream_end is not None:
+            self._stream_end = end_of(self._stream_end, data)
         self._client.body(data)
 
     def answer_complete(self) -> None:
@@ -273,13 +281,12 @@ class Exchange:
             self._admit()  # the connection was closed while idle: that says nothing of its replica
             return
         replica = ticket.replica.id
-        self._end_ticket()
-        self._rollouts.suspect(replica)
-        log.warning("rollout failed", extra={"replica": replica, "error": reason})
+        self._rollouts.suspect(replica, reason)
         if self._started:
             self._end("broken")
-            self._client.break_off()
+            self._client.break_off(self._last_event(replica, reason))
             return
+        self._end_ticket()
         self._failed.append(replica)
         if len(self._failed) < ATTEMPTS and self._rollouts.gate.has_another(self._failed):
             self._admit()
@@ -287,6 +294,20 @@ class Exchange:
         told = f"{', '.join(self._failed)} broke the connection before answering"
         hint = "retry; GET /fleet/replicas tells which ones are gone"
         self._refuse(NoEligibleReplica(told, hint=hint))
+
+    def _last_event(self, replica: str, reason: str) -> bytes:
+        """Return what a broken stream can still say: nothing in the middle of an event."""
+        if self._stream_end is None or not is_between(self._stream_end):
+            return b""
+        outcome = Outcome(
+            outcome=Result.UNREACHABLE,
+            status=self._status,
+            detail=reason,
+            elapsed_s=monotonic() - self._began,
+        )
+        told = f"{replica} broke off in the middle of this answer: {reason}"
+        hint = "what came before is all there is of it; ask again for a whole one"
+        return error_event(MemberFailed(told, hint=hint, outcomes={replica: outcome}))
 
     # -- ends --------------------------------------------------------------------------------------
 

@@ -253,10 +253,14 @@ class Front(asyncio.Protocol):
         )
         self._next()
 
-    def break_off(self) -> None:
-        """Abort, so that the client sees an answer that was cut short."""
+    def break_off(self, last: bytes) -> None:
+        """Close without the last chunk, so that the client sees an answer that was cut short."""
         self._exchange = None
-        self._transport.abort()
+        if last:
+            self.body(last)
+            self._transport.close()  # once all is written
+        else:
+            self._transport.abort()
 
     def _next(self) -> None:
         self._exchange = None

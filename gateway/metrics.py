@@ -45,6 +45,11 @@ class Metrics:
             "Rollouts whose client left before the answer was complete.",
             registry=self.registry,
         )
+        self.rollouts_broken = Counter(
+            "fleet_rollouts_broken",
+            "Rollouts whose replica broke off in the middle of the answer.",
+            registry=self.registry,
+        )
         self.rollouts_spanning = Counter(
             "fleet_rollouts_spanning",
             "Rollouts whose last token came under another weight version than their first.",

@@ -101,8 +101,10 @@ class _AsgiClient:
         self._put({"type": "http.response.body", "body": body, "more_body": False})
         self._finish()
 
-    def break_off(self) -> None:
+    def break_off(self, last: bytes) -> None:
         """Return without completing the answer, so that the server cuts the connection."""
+        if last:
+            self.body(last)
         self._finish()
 
     def _finish(self) -> None:

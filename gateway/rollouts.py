@@ -5,9 +5,11 @@ Built once. It also says which paths are rollouts, and makes the ids of requests
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 from itertools import count
+from time import monotonic
 from typing import TYPE_CHECKING
 from urllib.parse import unquote_to_bytes
 
@@ -22,6 +24,11 @@ from gateway.upstream import Upstreams
 
 if TYPE_CHECKING:
     from gateway.exchange import Exchange
+
+log = logging.getLogger(__name__)
+
+SUSPECTED_S = 1.0
+"""How long one suspicion of a replica stands for those of all rollouts that break on it."""
 
 PREFIXES = (
     b"/v1/",
@@ -65,13 +72,14 @@ class Rollouts:
         gate: RolloutGate,
         metrics: Metrics,
         settings: Settings,
-        suspect: Callable[[str], None],
+        look_at: Callable[[str], None],
     ) -> None:
         self.gate = gate
         self.metrics = metrics
         self.accounts = Accounts(metrics, settings.log.access)
         self.upstreams = Upstreams()
-        self.suspect = suspect
+        self._look_at = look_at
+        self._suspected: dict[str, float] = {}
         self.running: set[Exchange] = set()
         self._auth = settings.auth
         self._guarded = settings.auth.guards_anything
@@ -85,6 +93,15 @@ class Rollouts:
         if settings.auth.replica_token is not None:
             token = settings.auth.replica_token.get_secret_value()
             self.added.append((b"authorization", f"Bearer {token}".encode("latin-1")))
+
+    def suspect(self, replica: str, reason: str) -> None:
+        """Have a replica looked at on which a rollout broke, once for all that break there now."""
+        now = monotonic()
+        if now < self._suspected.get(replica, 0.0) + SUSPECTED_S:
+            return
+        self._suspected[replica] = now
+        log.warning("rollouts break", extra={"replica": replica, "error": reason})
+        self._look_at(replica)
 
     def authorise(self, headers: Headers) -> None:
         """Raise unless the caller may send rollouts."""

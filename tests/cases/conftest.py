@@ -177,12 +177,14 @@ def update_of(names: Sequence[str] = NAMES) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def case_of(options: SimOptions | None = None, **settings: Any) -> AsyncGenerator[Case]:
+async def case_of(
+    options: SimOptions | None = None, *, asgi_only: bool = False, **settings: Any
+) -> AsyncGenerator[Case]:
     """Serve a fleet of three replicas that move no data, unless the options say otherwise."""
     options = options or SimOptions(replicas=3, backend="nccl")
     async with SimFleet(options) as sim:
         settings = {"replicas": tuple(sim.urls), "timeouts": fast()} | settings
-        async with serve(Settings(**settings)) as served:
+        async with serve(Settings(**settings), asgi_only=asgi_only) as served:
             yield Case(sim, served)
 
 

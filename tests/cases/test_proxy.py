@@ -7,12 +7,13 @@ import gc
 import gzip
 import os
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
+from fleet.sim import SimOptions
 from gateway.exchange import Request
 from gateway.settings_model import Settings
 from tests.cases.conftest import Case, case_of, check_error, fast, nccl
@@ -219,7 +220,7 @@ async def test_a_client_that_leaves_takes_its_request_off_the_replica(first_byte
 
 async def test_a_replica_that_dies_before_any_byte_is_replaced_once() -> None:
     """The client sees one good answer, from another replica."""
-    async with case_of(nccl(2)) as case:
+    async with _case_of(nccl(2)) as case:
         case.replicas[0].faults.add(COMPLETIONS, "drop", times=0)
         for _ in range(4):
             answer = await case.complete()
@@ -230,7 +231,7 @@ async def test_a_replica_that_dies_before_any_byte_is_replaced_once() -> None:
 
 async def test_a_rollout_is_tried_twice_and_no_more() -> None:
     """Two of three break off: 503, which may be retried, and the third is not asked."""
-    async with case_of() as case:
+    async with _case_of() as case:
         for replica in case.replicas:
             replica.faults.add(COMPLETIONS, "drop")
         answer = await case.complete()
@@ -241,7 +242,7 @@ async def test_a_rollout_is_tried_twice_and_no_more() -> None:
 
 async def test_a_rollout_that_broke_on_the_only_replica_is_refused_at_once() -> None:
     """Nobody else could take it over, however long it waited; a retry of its client finds it."""
-    async with case_of(nccl(2)) as case:
+    async with _case_of(nccl(2)) as case:
         await case.replicas[1].die()
         await case.await_states("ready", "gone")
         case.replicas[0].faults.add(COMPLETIONS, "drop")
@@ -254,7 +255,7 @@ async def test_a_rollout_that_broke_on_the_only_replica_is_refused_at_once() -> 
 
 async def test_a_replicas_own_error_is_passed_on_and_not_retried() -> None:
     """A 500 is an answer: a rollout that failed may have had effects."""
-    async with case_of() as case:
+    async with _case_of() as case:
         for replica in case.replicas:
             replica.faults.add(COMPLETIONS, "status", status=500)
         assert (await case.complete()).status_code == 500
@@ -263,7 +264,7 @@ async def test_a_replicas_own_error_is_passed_on_and_not_retried() -> None:
 
 async def test_a_stream_that_breaks_is_broken_off_and_not_replayed() -> None:
     """After the first byte the client must see that the answer is not whole."""
-    async with case_of(nccl(3, token_delay_ms=1)) as case:
+    async with _case_of(nccl(3, token_delay_ms=1)) as case:
         for replica in case.replicas:
             replica.faults.add(COMPLETIONS, "drop", when="during", tokens=3)
         body = {"prompt": "x", "max_tokens": 50, "stream": True}
@@ -279,7 +280,7 @@ async def test_a_stream_that_breaks_is_broken_off_and_not_replayed() -> None:
 
 async def test_a_replica_that_died_is_noticed_by_the_rollout_that_met_it() -> None:
     """Not only by the next probe: those that follow are not sent to it."""
-    async with case_of(nccl(2), timeouts=fast(probe_s=60)) as case:
+    async with _case_of(nccl(2), timeouts=fast(probe_s=60)) as case:
         await case.replicas[0].die()
         for _ in range(2):
             assert (await case.complete()).status_code == 200
@@ -288,7 +289,7 @@ async def test_a_replica_that_died_is_noticed_by_the_rollout_that_met_it() -> No
 
 async def test_rollout_paths_that_are_not_completions_reach_one_replica() -> None:
     """Tokenising, chat and token-in token-out included."""
-    async with case_of() as case:
+    async with _case_of() as case:
         asked = {
             "/tokenize": {"prompt": "abc"},
             "/detokenize": {"tokens": [97, 98]},
@@ -318,10 +319,16 @@ async def test_the_body_of_a_rollout_is_given_up_with_its_answer() -> None:
 
 async def test_rollouts_spread_over_the_replicas() -> None:
     """Fewest in flight first, in turn where they are equal."""
-    async with case_of(nccl(3, token_delay_ms=2)) as case:
+    async with _case_of(nccl(3, token_delay_ms=2)) as case:
         answers = await asyncio.gather(*(case.complete(max_tokens=20) for _ in range(9)))
         served = [answer.headers["X-Fleet-Replica"] for answer in answers]
         assert sorted(served.count(replica.id) for replica in case.replicas) == [3, 3, 3]
+
+
+def _case_of(
+    options: SimOptions | None = None, **settings: Any
+) -> AbstractAsyncContextManager[Case]:
+    return case_of(options, asgi_only=Way.asgi_only, **settings)
 
 
 @asynccontextmanager
