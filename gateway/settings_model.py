@@ -63,6 +63,7 @@ Seconds = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, allow_inf_nan
 Count = Annotated[int, BeforeValidator(_not_bool), Field(gt=0)]
 CountOrZero = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
 Port = Annotated[int, BeforeValidator(_not_bool), Field(ge=0, le=65535)]
+ReplicaPort = Annotated[int, BeforeValidator(_not_bool), Field(ge=1, le=65535)]
 
 
 class _Group(BaseModel):
@@ -252,6 +253,42 @@ class Deployment(_Group):
         return _no_duplicates(ids)
 
 
+class Dns(_Group):
+    """Replicas behind one name, such as a headless Service's: `FLEET_DISCOVERY=dns`."""
+
+    host: Annotated[str, Field(min_length=1)] | None = None
+    """Name whose A and AAAA records are the replicas."""
+    port: ReplicaPort = 8000
+    """Port on which every one of them listens."""
+    interval_s: Seconds = 5.0
+    """Seconds between two questions; about as long as cluster DNS keeps an answer."""
+
+
+class Kubernetes(_Group):
+    """Replicas that are pods: `FLEET_DISCOVERY=kubernetes`."""
+
+    namespace: Annotated[str, Field(min_length=1)] | None = None
+    """Namespace of the pods; unset: the gateway's own, as its service account tells."""
+    selector: Annotated[str, Field(min_length=1)] | None = None
+    """Label selector of the pods, as kubectl's `-l` takes it: `app=vllm,role in (a,b)`."""
+    port: ReplicaPort = 8000
+    """Port on which vLLM listens in every pod that names no other one in `fleet.vllm.ai/port`."""
+    api: str | None = None
+    """URL of the API server, for instance of `kubectl proxy`; unset: the cluster's own."""
+    restart: bool = False
+    """Restart a replica by deleting its pod when an operator asks for it. Off, because the
+    service account needs the right to delete pods for that."""
+
+    @field_validator("api")
+    @classmethod
+    def _as_origin(cls, value: str | None) -> str | None:
+        parts = urlsplit(value or "http://none")
+        usable = parts.scheme in ("http", "https") and parts.hostname and not parts.username
+        if not usable or parts.port == 0:
+            raise ValueError("a URL such as https://10.0.0.1:443 is needed, without a user")
+        return value and value.rstrip("/")
+
+
 class Log(_Group):
     """What is written to standard error."""
 
@@ -291,8 +328,6 @@ class Settings(_Group):
     auto_version: bool = True
     """Number a committed update by a counter when the trainer names no version; off: vLLM's
     label stays what it was."""
-    discovery: DiscoveryKind = DiscoveryKind.STATIC
-    """Where replicas come from; only `static` is available in this version."""
     min_replicas: CountOrZero = 0
     """Members below which an init is refused; 0 takes what there is."""
     allow_collective_rpc: bool = False
@@ -303,6 +338,11 @@ class Settings(_Group):
     limits: Limits = Limits()
     auth: Auth = Auth()
     log: Log = Log()
+    dns: Dns = Dns()
+    kubernetes: Kubernetes = Kubernetes()
+    discovery: DiscoveryKind = DiscoveryKind.STATIC
+    """Where replicas come from besides `replicas`: nowhere else (`static`), from a name (`dns`) or
+    from the API server (`kubernetes`)."""
     topology: Annotated[tuple[Deployment, ...], BeforeValidator(_parse_json)] = ()
     """How servers share ranks, where probing cannot tell: a list of {replicas, kind, world_size},
     JSON in the environment."""
@@ -333,9 +373,12 @@ class Settings(_Group):
 
     @field_validator("discovery")
     @classmethod
-    def _available(cls, value: DiscoveryKind) -> DiscoveryKind:
-        if value is not DiscoveryKind.STATIC:
-            raise ValueError(f"{value} is not available in this version; use static")
+    def _knows_where_to_look(cls, value: DiscoveryKind, info: ValidationInfo) -> DiscoveryKind:
+        dns, kubernetes = info.data.get("dns", Dns()), info.data.get("kubernetes", Kubernetes())
+        if value is DiscoveryKind.DNS and dns.host is None:
+            raise ValueError("dns needs FLEET_DNS__HOST, the name that lists the replicas")
+        if value is DiscoveryKind.KUBERNETES and kubernetes.selector is None:
+            raise ValueError("kubernetes needs FLEET_KUBERNETES__SELECTOR, the labels of the pods")
         return value
 
     @field_validator("topology")

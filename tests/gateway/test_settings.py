@@ -170,6 +170,7 @@ def test_what_only_looks_like_kubernetes_is_refused(name: str) -> None:
         load_settings(environ={name: "8000"}, flags={}, config=None)
 
 
+SELECTOR = "FLEET_KUBERNETES__SELECTOR"
 POLICY_NAMES = "'least_inflight', 'round_robin', 'power_of_two', 'consistent_hash' or 'prefix'"
 
 
@@ -179,8 +180,8 @@ POLICY_NAMES = "'least_inflight', 'round_robin', 'power_of_two', 'consistent_has
         ("PAUSE_ON_UPDATE", "kep", "should be 'keep', 'wait', 'abort' or 'off', not 'kep'"),
         ("GATE__MODE", "", "should be 'hold' or 'reject', not ''"),
         ("ROUTING__POLICY", "random", f"should be {POLICY_NAMES}, not 'random'"),
-        ("DISCOVERY", "dns", "dns is not available in this version; use static"),
-        ("DISCOVERY", "kubernetes", "kubernetes is not available in this version; use static"),
+        ("DISCOVERY", "dns", "dns needs FLEET_DNS__HOST, the name that lists the replicas"),
+        ("DISCOVERY", "kubernetes", f"kubernetes needs {SELECTOR}, the labels of the pods"),
         ("DISCOVERY", "x", "should be 'static', 'dns' or 'kubernetes', not 'x'"),
         ("AUTO_VERSION", "2", "should be a valid boolean, unable to interpret input, not '2'"),
         ("NAME", "My_fleet", "1 to 63 lower-case letters, digits and hyphens, not 'My_fleet'"),
@@ -190,6 +191,9 @@ POLICY_NAMES = "'least_inflight', 'round_robin', 'power_of_two', 'consistent_has
         ("TIMEOUTS__LEASE_S", "1", None),
         ("TIMEOUTS__HEARTBEAT_TTL_S", "1", "must be above heartbeat_s (1)"),
         ("STORE", "redis+sentinel://:pw@h", None),
+        ("KUBERNETES__API", "10.0.0.1:443", None),
+        ("KUBERNETES__API", "https://me:pw@10.0.0.1", None),
+        ("KUBERNETES__PORT", "0", None),
         ("TOPOLOGY", "[{", None),
         ("TOPOLOGY", "{}", None),
     ],
