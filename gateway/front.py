@@ -25,6 +25,7 @@ from gateway.errors import body_of, headers_of, status_of
 from gateway.exchange import NOTED, Exchange, Request
 from gateway.heads import Headers
 from gateway.rollouts import Rollouts, is_rollout
+from gateway.upstream import keep_watch
 
 _HEAD = re.compile(
     rb"POST (/[!-~]*) HTTP/1\.1\r\n"
@@ -77,6 +78,7 @@ class Front(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are not registered
+        keep_watch(transport)
         self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

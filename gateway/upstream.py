@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 from time import monotonic
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -21,6 +22,9 @@ KEPT_S = 4.0
 CONNECT_S = 10.0
 NO_FILE_S = 0.05
 """How long to wait for a file descriptor: that there is none says nothing about the replica."""
+KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
+"""A host that is gone without a word is noticed after a minute, in seconds and tries. An answer may
+be silent for as long as it takes: it is the other host's system that must say something."""
 
 
 class Receiver(Protocol):
@@ -113,6 +117,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are not registered
+        keep_watch(transport)
         self._transport.set_write_buffer_limits(high=0)  # resume_writing then means: all is sent
 
     def resume_writing(self) -> None:
@@ -200,6 +205,15 @@ class Connection(asyncio.Protocol):
             self._transport.abort()  # what is still to be sent has been answered already
         if receiver is not None:
             receiver.answer_complete()
+
+
+def keep_watch(transport: asyncio.BaseTransport) -> None:
+    """Let the system find out by itself when the other host is gone; not every system can."""
+    peer: socket.socket = transport.get_extra_info("socket")
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Pool:
