@@ -295,6 +295,8 @@ def _reborn(before: Replica, state: FleetState) -> Replica:
         url=before.url,
         joined_at=before.joined_at,
         draining=before.draining,
+        origin=before.origin,
+        leaving=before.leaving,
         paused=in_round and before.paused,
         session_open=in_round and before.session_open,
     )

@@ -2,7 +2,8 @@
 
 A state is never stored. It is derived by `state_of` from facts that each have one owner: what
 probing saw (topology, instance, lost, asleep), what rounds did (holds, fence, wedged, session),
-what an operator asked (draining). So no two parts of the program can disagree about it.
+what an operator asked (draining), what discovery found (origin, leaving). So no two parts of the
+program can disagree about it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 import msgspec
+
+from fleet.endpoint import Origin
 
 
 class ReplicaState(StrEnum):
@@ -65,6 +68,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `holds` is the index of the commit whose weights the replica is known to hold (0: the weights
     it booted with, before any commit); None means that nobody knows or that it missed one.
     `version` is the label it has been given or names, `named` what it has last named itself.
+    `origin` is where discovery found it, `leaving` why discovery wants it to take no rollouts.
     Times are seconds since the epoch.
     """
 
@@ -85,6 +89,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     paused: bool = False
     sleep: Sleep | None = None
     session_open: bool = False
+    origin: Origin | None = None
+    leaving: str | None = None
     since: float = 0.0
 
     @property
@@ -99,14 +105,15 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def may_join_group(self) -> bool:
         """Whether the next init takes this replica in; a full update heals stale and fenced."""
-        return self.known and self.reachable and not self.draining and self.refusal is None
+        leaves = self.draining or self.leaving is not None
+        return self.known and self.reachable and not leaves and self.refusal is None
 
 
 def why_left_out(replica: Replica) -> str | None:
     """Return why the next init leaves this replica out, or None if it takes it."""
     if replica.may_join_group():
         return None
-    reasons = (replica.refusal, replica.wedged, replica.lost)
+    reasons = (replica.refusal, replica.wedged, replica.lost, replica.leaving)
     return next((r for r in reasons if r), "draining" if replica.draining else "not probed yet")
 
 
@@ -124,6 +131,7 @@ def state_of(
         (replica.wedged is not None, ReplicaState.WEDGED, replica.wedged or ""),
         (replica.refusal is not None, ReplicaState.FENCED, replica.refusal or ""),
         (not replica.known, ReplicaState.JOINING, "not probed yet"),
+        (replica.leaving is not None, ReplicaState.DRAINING, replica.leaving or ""),
         (replica.draining, ReplicaState.DRAINING, "an operator asked for it"),
         (updating, ReplicaState.UPDATING, "inside start..finish of the open round"),
         (replica.sleep is not None, ReplicaState.ASLEEP, _sleep_reason(replica.sleep)),
