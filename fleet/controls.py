@@ -218,7 +218,8 @@ class Controls:
     async def ask_everyone(self, call: Call) -> Outcomes:
         """Make one harmless call on every replica that can answer, whatever the phase."""
         targets, outcomes = self._reachable(self._ledger.state)
-        return outcomes | await self._ask(targets, call)
+        deadline_s = self._options.deadlines.control_s
+        return outcomes | await self._performer.reach(targets, lambda _: call, deadline_s)
 
     async def abort(self, body_of: Callable[[str], bytes | None]) -> Outcomes:
         """Abort rollouts: on each replica those in its body, None leaves it alone.
@@ -227,7 +228,7 @@ class Controls:
         """
         targets, _ = self._reachable(self._ledger.state)
         bodies = {r: body for r in targets if (body := body_of(r)) is not None}
-        outcomes = await self._performer.ask(
+        outcomes = await self._performer.reach(
             bodies,
             lambda replica: Call("POST", "/abort_requests", body=bodies[replica]),
             self._options.deadlines.control_s,

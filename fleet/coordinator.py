@@ -4,18 +4,24 @@
 actions, and feed what came of them back in, until there is nothing left to do. Each method
 returns one outcome per replica or raises one FleetError that tells the whole story.
 
-It keeps nothing between calls that the ledger does not have.
+It keeps nothing between calls that the ledger does not have. A call that repeats one which another
+gateway carries, or has carried, gets the result of that one; a call whose gateway is gone is taken
+over (`take_over`), which takes back or resumes what it can and never finishes by guess.
 """
 
 from __future__ import annotations
 
-from time import time
+import asyncio
+import logging
+from time import monotonic, time
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 
 from fleet import wire
 from fleet.bodies import FinishBody, InitBody, UpdateBody, check_version
+from fleet.calls import CallId, Holder, Meeting, earlier
 from fleet.errors import (
     DeadlinePassed,
     FleetError,
@@ -27,9 +33,12 @@ from fleet.errors import (
 )
 from fleet.events import (
     Action,
+    Answered,
     Event,
     FinishRequested,
+    HolderLost,
     InitRequested,
+    Requested,
     ResetRequested,
     SendFinish,
     SendInit,
@@ -43,19 +52,32 @@ from fleet.events import (
 )
 from fleet.explain import error_of, what_next
 from fleet.fanout import FanOut
+from fleet.holding import is_told
 from fleet.layout import Layout, lay_out
 from fleet.ledger import Ledger
-from fleet.membership import candidates_for, check_still_whole, common_backend, form_group
+from fleet.membership import (
+    candidates_for,
+    check_still_whole,
+    common_backend,
+    form_group,
+    in_collective,
+)
 from fleet.names import judge_round
 from fleet.options import FleetOptions
 from fleet.outcome import Outcome
 from fleet.performer import Errand, Performer
 from fleet.registry import Registry
+from fleet.replay import answer_again, in_doubt
 from fleet.replica import Replica
-from fleet.rounds import IllegalTransition
-from fleet.state import Group
+from fleet.rounds import IllegalTransition, advance
+from fleet.state import FleetState, Group, Phase
+
+log = logging.getLogger(__name__)
 
 Outcomes = dict[str, Outcome]
+
+STORE_AGAIN_S = 0.2
+"""How long to wait before a write that the store did not take is made again."""
 
 
 class Coordinator:
@@ -68,26 +90,31 @@ class Coordinator:
         registry: Registry,
         fan_out: FanOut,
         options: FleetOptions,
+        me: str,
     ) -> None:
         self._ledger = ledger
         self._performer = performer
         self._registry = registry
         self._fan_out = fan_out
         self._options = options
+        self._me = me
+        self._running: set[str] = set()
 
-    async def init(self, body: InitBody, by: str) -> Outcomes:
+    async def init(self, body: InitBody, call: CallId) -> Outcomes:
         """Freeze the membership and let every replica join the trainer's group at its own ranks.
 
         Raises Refused before anything is sent if the trainer's numbers do not fit, MemberFailed or
         DeadlinePassed after.
         """
         self._check_form(body.init_info)
+        if (before := await self._met(call)) is not None:
+            return before
         self._require(InitRequested, "init")
         await self._registry.settle()
         await self._registry.verify(
             r.id for r in self._ledger.state.replicas.values() if not r.lost
         )
-        group, family = self._plan(body.init_info, by)
+        group, family = self._plan(body.init_info, call.by)
         slots = {slot.replica: slot for slot in group.layout.slots}
 
         def body_of(replica: str) -> bytes:
@@ -95,34 +122,50 @@ class Coordinator:
             return msgspec.json.encode({"init_info": info})
 
         errand = Errand(body_of=body_of, names=wire.announced_in_init(family, body.init_info))
-        await self._drive(InitRequested(now=time(), group=group), errand)
+        holder = self._hold("init", call)
+        await self._drive(InitRequested(now=time(), group=group, holder=holder), errand)
         return errand.outcomes[SendInit]
 
-    async def start(self, by: str, *, draft: bool = False) -> Outcomes:
+    async def start(self, call: CallId, *, draft: bool = False) -> Outcomes:
         """Close the gate, pause, and open a session on every member; undo it all if one refuses."""
+        if (before := await self._met(call)) is not None:
+            return before
         self._require(StartRequested, "start")
         await self._registry.verify(self._members())
         check_still_whole(self._ledger.state)
         auto_pause = self._options.pause_on_update != "off"
         errand = Errand()
-        event = StartRequested(now=time(), by=by, draft=draft, auto_pause=auto_pause)
+        event = StartRequested(
+            now=time(),
+            by=call.by,
+            draft=draft,
+            auto_pause=auto_pause,
+            holder=self._hold("start", call),
+        )
         await self._drive(event, errand)
         return errand.outcomes[SendStart]
 
-    async def update(self, body: UpdateBody) -> Outcomes:
+    async def update(self, body: UpdateBody, call: CallId) -> Outcomes:
         """Send the trainer's bytes to every member at once; answer at the first failure."""
+        if (before := await self._met(call)) is not None:
+            return before
         layout = self._check_update(body)
         slots = {slot.replica: slot for slot in layout.slots}
         errand = Errand(
             body_of=lambda replica: body.for_slot(layout, slots[replica]),
             names=body.names or (),
         )
-        await self._drive(UpdateRequested(now=time(), announces=bool(body.names)), errand)
+        event = UpdateRequested(
+            now=time(), announces=bool(body.names), holder=self._hold("update", call)
+        )
+        await self._drive(event, errand)
         return errand.outcomes[SendUpdate]
 
-    async def finish(self, body: FinishBody) -> Outcomes:
+    async def finish(self, body: FinishBody, call: CallId) -> Outcomes:
         """Close every session; when the last member has arrived, the version commits."""
         check_version(body.weight_version)
+        if (before := await self._met(call)) is not None:
+            return before
         self._require(FinishRequested, "finish")
         state = self._ledger.state
         if state.round and state.round.draft and body.weight_version is not None:
@@ -138,6 +181,7 @@ class Coordinator:
             auto_version=self._options.auto_version,
             full=full,
             names_key=names_key,
+            holder=self._hold("finish", call),
         )
         await self._drive(event, errand)
         return errand.outcomes[SendFinish]
@@ -154,12 +198,76 @@ class Coordinator:
 
         `new_model` says that the next updates have other tensors, so that fullness starts anew.
         """
-        silent = tuple(self._fan_out.in_flight())
+        state = self._ledger.state
+        silent = self._fan_out.in_flight()
+        if state.holder is not None and state.holder.gateway != self._me:
+            silent |= in_collective(state)  # who is in flight there, nobody knows here
         errand = Errand()
         await self._drive(
-            ResetRequested(now=time(), by=by, silent=silent, new_model=new_model), errand
+            ResetRequested(now=time(), by=by, silent=tuple(silent), new_model=new_model), errand
         )
         return errand.outcomes.get(Unpause, {})
+
+    # -- calls of other gateways -------------------------------------------------------------------
+
+    def carries(self, token: str) -> bool:
+        """Whether the call that holds the fleet with this token is on its way here."""
+        return token in self._running
+
+    async def take_over(self, lost: Holder) -> None:
+        """Carry on, as far as that is safe, a call whose gateway is gone; never raises."""
+        why = f"gateway {lost.gateway} was lost while its {lost.what} was on its way"
+        log.warning("call taken over", extra={"lost": lost.gateway, "call": lost.what})
+        holder = msgspec.structs.replace(lost, gateway=self._me, token=uuid4().hex)
+        event = HolderLost(now=time(), why=why, lost=lost.token, holder=holder)
+        try:
+            await self._drive(event, Errand())
+        except FleetError as error:
+            log.warning("after a take-over", extra={"error": error.message})
+
+    async def undelivered(self, call: CallId) -> None:
+        """Note that the last call's answer reached nobody, for a retry elsewhere; never raises."""
+
+        def change(state: FleetState) -> FleetState:
+            ended = state.ended
+            if ended is None or ended.holder.gateway != self._me:
+                return state
+            if not call.repeats(ended.holder.call):
+                return state
+            kept = msgspec.structs.replace(ended, undelivered=True)
+            return msgspec.structs.replace(state, ended=kept)
+
+        try:
+            await self._ledger.amend(change)
+        except FleetError as error:
+            log.warning("undelivered answer not noted", extra={"error": error.message})
+
+    async def _met(self, call: CallId) -> Outcomes | None:
+        """Return the result of the call that this one repeats, or None if it is a new one."""
+        state = self._ledger.state
+        meeting = self._meeting(call, state)
+        if meeting is Meeting.ON_ITS_WAY:
+            state = await self._ledger.until(
+                lambda s: s.holder is None or not call.repeats(s.holder.call)
+            )
+            is_over = state.ended is not None and call.repeats(state.ended.holder.call)
+            meeting = Meeting.ANSWERED if is_over else Meeting.NONE
+        if state.ended is None or meeting is Meeting.NONE:
+            return None
+        if meeting is Meeting.IN_DOUBT:
+            raise in_doubt(state.ended)
+        was_undone = state.ended.was_lost and state.phase is Phase.INITIALIZED
+        if was_undone and state.ended.holder.what == "start":
+            return None
+        return answer_again(state.ended, state)
+
+    def _meeting(self, call: CallId, state: FleetState) -> Meeting:
+        return earlier(
+            call, state.holder, state.ended, me=self._me, alive=state.gateways, now=time()
+        )
+
+    def _hold(self, what: str, call: CallId) -> Holder:
+        return Holder(gateway=self._me, token=uuid4().hex, what=what, call=call, since=time())
 
     # -- planning ----------------------------------------------------------------------------------
 
@@ -225,6 +333,17 @@ class Coordinator:
 
     async def _drive(self, event: Event, errand: Errand) -> None:
         """Apply the event and everything that follows from it; raise what it means if it failed."""
+        holder = event.holder if isinstance(event, Requested) else None
+        errand.token = holder.token if holder else None
+        if holder is not None:
+            self._running.add(holder.token)
+        try:
+            await self._carry_out(event, errand)
+        finally:
+            if holder is not None:
+                self._running.discard(holder.token)
+
+    async def _carry_out(self, event: Event, errand: Errand) -> None:
         actions = await self._ledger.apply(event)
         try:
             await self._follow(actions, errand)
@@ -249,8 +368,30 @@ class Coordinator:
             answered = next((answer for answer in answers if answer is not None), None)
             if answered is None:
                 return
+            answered = msgspec.structs.replace(answered, token=errand.token)
             errand.answers.append(answered)
-            actions = await self._ledger.apply(answered)
+            actions = await self._record(answered)
+
+    async def _record(self, answered: Answered) -> tuple[Action, ...]:
+        """Apply what replicas have answered; a store that is away for a moment fails no round."""
+        before = self._ledger.state
+        until = monotonic() + self._options.lease_s
+        try:
+            return await self._ledger.apply(answered)
+        except StoreUnavailable:
+            _, actions = advance(before, answered)
+        told = len(before.holder.story) + 1 if before.holder else 0
+        while True:
+            await asyncio.sleep(STORE_AGAIN_S)
+            try:
+                await self._ledger.refresh()
+                if not is_told(self._ledger.state, answered.token, told):
+                    return await self._ledger.apply(answered)
+            except StoreUnavailable:
+                if monotonic() > until:
+                    raise
+            else:
+                return actions
 
     def _failure(self, errand: Errand) -> FleetError | None:
         errors = (error_of(answer, self._ledger.state) for answer in errand.answers)

@@ -18,6 +18,7 @@
         ├── NoEligibleReplica
         ├── GateOverflow
         └── StoreUnavailable
+            └── LeaseLost     this gateway may not act for the fleet any more
 
 The tree carries no HTTP: `gateway/errors.py` owns the one table from class to status.
 """
@@ -116,3 +117,7 @@ class GateOverflow(Unavailable):
 
 class StoreUnavailable(Unavailable):
     """The store did not answer."""
+
+
+class LeaseLost(StoreUnavailable):
+    """This gateway has not renewed its lease in time, so it may not act for the fleet."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from fleet.calls import Holder
 from fleet.outcome import Outcome
 from fleet.state import Group, Round
 
@@ -20,13 +21,19 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     now: float
 
 
-class InitRequested(Event, frozen=True, kw_only=True):
+class Requested(Event, frozen=True, kw_only=True):
+    """A call that moves the round; `holder` is the call and the gateway that carries it."""
+
+    holder: Holder | None = None
+
+
+class InitRequested(Requested, frozen=True, kw_only=True):
     """A trainer wants a group; `group` is already laid out and checked."""
 
     group: Group
 
 
-class StartRequested(Event, frozen=True, kw_only=True):
+class StartRequested(Requested, frozen=True, kw_only=True):
     """A trainer opens a weight update. `auto_pause` is False with FLEET_PAUSE_ON_UPDATE=off."""
 
     by: str
@@ -34,13 +41,13 @@ class StartRequested(Event, frozen=True, kw_only=True):
     auto_pause: bool = True
 
 
-class UpdateRequested(Event, frozen=True, kw_only=True):
+class UpdateRequested(Requested, frozen=True, kw_only=True):
     """A trainer sends weights; `announces` says that the body names tensors."""
 
     announces: bool = False
 
 
-class FinishRequested(Event, frozen=True, kw_only=True):
+class FinishRequested(Requested, frozen=True, kw_only=True):
     """A trainer closes the update; `version` is its own label, `full` what the names cover.
 
     `names_key` is where the store keeps the names that the round rests on, if it is full.
@@ -52,8 +59,18 @@ class FinishRequested(Event, frozen=True, kw_only=True):
     auto_version: bool = True
 
 
-class ShutdownRequested(Event, frozen=True, kw_only=True):
+class ShutdownRequested(Requested, frozen=True, kw_only=True):
     """A trainer gives its group back."""
+
+
+class HolderLost(Requested, frozen=True, kw_only=True):
+    """The gateway that carried a call is gone; `holder` carries on what can be carried on.
+
+    `lost` is the token of the call that it carried, `why` what happened to it.
+    """
+
+    why: str
+    lost: str | None = None
 
 
 class ResetRequested(Event, frozen=True, kw_only=True):
@@ -68,10 +85,14 @@ class ResetRequested(Event, frozen=True, kw_only=True):
 
 
 class Answered(Event, frozen=True, kw_only=True):
-    """A fan-out is over: one outcome per replica, `elapsed_s` of wall time."""
+    """A fan-out is over: one outcome per replica, `elapsed_s` of wall time.
+
+    `token` is that of the call which it belongs to: another call's answers change nothing.
+    """
 
     outcomes: dict[str, Outcome]
     elapsed_s: float = 0.0
+    token: str | None = None
 
 
 class InitArrived(Answered, frozen=True, kw_only=True):

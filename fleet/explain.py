@@ -27,9 +27,10 @@ from fleet.events import (
     StartRequested,
     UpdateFailed,
 )
+from fleet.holding import story
 from fleet.membership import marked, membership
 from fleet.outcome import Outcome, Result, describe_failures
-from fleet.rounds import TRANSITIONS, story
+from fleet.rounds import TRANSITIONS
 from fleet.state import ROUND_OPEN, FleetState, Phase
 
 _PHASE_OF: dict[type[Answered], str] = {

@@ -1,15 +1,39 @@
-"""What the coordinator asks of whoever admits rollouts: the gate, seen from the control plane.
+"""What the control plane asks of whoever admits rollouts, seen from here.
 
 The gate itself lives with the rollouts (gateway/gate.py). Whether it stands open follows from
 the fleet's state alone, so closing it means: the state says so, and nothing is under way any more.
+With several gateways each has a gate of its own; `peers.py` makes one of them all.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Protocol
 
+import msgspec
 
-class Gate(Protocol):
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What one gateway has in hand: rollouts held (and their bytes), in flight per replica."""
+
+    held: int = 0
+    held_bytes: int = 0
+    inflight: dict[str, int] = {}
+
+
+def add_up(loads: Iterable[Load]) -> Load:
+    """Return what several gateways have in hand together."""
+    held = held_bytes = 0
+    inflight: Counter[str] = Counter()
+    for load in loads:
+        held += load.held
+        held_bytes += load.held_bytes
+        inflight.update(load.inflight)
+    return Load(held=held, held_bytes=held_bytes, inflight=dict(inflight))
+
+
+class LocalGate(Protocol):
     """The admission of rollouts on this gateway."""
 
     async def closed(self) -> None:
@@ -18,4 +42,28 @@ class Gate(Protocol):
 
     async def drained(self) -> None:
         """Return when no rollout is being answered by any replica."""
+        ...
+
+    def renew(self, until: float) -> None:
+        """Admit rollouts until this moment (monotonic clock), unless renewed again before."""
+        ...
+
+    def load(self) -> Load:
+        """Return what this gateway has in hand."""
+        ...
+
+
+class Gate(Protocol):
+    """The admission of rollouts on every gateway of the fleet, as one."""
+
+    async def closed(self) -> None:
+        """Return when no rollout is between its choice of a replica and its last byte sent."""
+        ...
+
+    async def drained(self) -> None:
+        """Return when no rollout is being answered by any replica."""
+        ...
+
+    def check(self) -> None:
+        """Raise LeaseLost unless this gateway may still act for the fleet."""
         ...

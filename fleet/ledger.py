@@ -6,6 +6,10 @@ stamp, and applied again to the newer state if not; a refusal, too, counts only 
 store's newest state. Stamps are `generation:revision:` and a random word, so a writer of an old
 generation can never overwrite a newer one, nor mistake the stamps of a store that came back empty.
 
+What other gateways write is taken over by `refresh`; who calls it when is `peers.py`'s business. A
+store that has gone back in time (it came back empty, or from an old snapshot) is given what this
+gateway knows: revisions only grow.
+
 Whoever must follow the state (the gate, the metrics) subscribes with `watch`.
 """
 
@@ -44,10 +48,13 @@ class Ledger:
     def __init__(self, store: Store, state: FleetState, stamp: str | None) -> None:
         self.store = store
         self.state = state
+        self.revision = _revision_of(stamp)
         self._stamp = stamp
+        self._is_behind = False
         self._lock = asyncio.Lock()
         self._watchers: list[Watcher] = []
         self._listeners: list[Listener] = []
+        self._savers: list[Callable[[], None]] = []
         self._doubtful = False
 
     @classmethod
@@ -66,6 +73,31 @@ class Ledger:
     def listen(self, listener: Listener) -> None:
         """Call `listener` with every event of a round that was applied here and saved."""
         self._listeners.append(listener)
+
+    def on_save(self, saver: Callable[[], None]) -> None:
+        """Call `saver` whenever this gateway has written a new state."""
+        self._savers.append(saver)
+
+    async def refresh(self) -> None:
+        """Take over what others have written; give a store that lost it what is known here."""
+        async with self._lock:
+            await self._reload()
+            if self._is_behind:
+                await self._save(self.state)
+
+    async def until(self, condition: Callable[[FleetState], bool]) -> FleetState:
+        """Return the first state that meets the condition, now or later."""
+        met: asyncio.Future[FleetState] = asyncio.get_running_loop().create_future()
+
+        def look(state: FleetState) -> None:
+            if not met.done() and condition(state):
+                met.set_result(state)
+
+        self.watch(look)
+        try:
+            return await met
+        finally:
+            self._watchers.remove(look)
 
     async def apply(self, event: Event) -> tuple[Action, ...]:
         """Advance the round by one event, save, and return what must be done.
@@ -97,7 +129,8 @@ class Ledger:
                     if not await self._caught_up():
                         raise
                     continue
-                if state is self.state or await self._save(state):
+                unchanged = state is self.state and not self._is_behind
+                if unchanged or await self._save(state):
                     return state
                 await self._reload()
         raise StoreUnavailable("the fleet's state is being changed by others all the time")
@@ -125,12 +158,14 @@ class Ledger:
             raise
         if saved:
             self._stamp = stamp
-            self._accept(state)
+            self._is_behind = False
+            self._accept(state, self.revision + 1)
+            for saver in self._savers:
+                saver()
         return saved
 
     def _next_stamp(self, state: FleetState) -> str:
-        revision = int(self._stamp.split(":")[1]) if self._stamp else 0
-        return f"{state.generation}:{revision + 1}:{uuid4().hex[:8]}"
+        return f"{state.generation}:{self.revision + 1}:{uuid4().hex[:8]}"
 
     async def _caught_up(self) -> bool:
         """Read the state again; say whether it is newer than what this gateway knew."""
@@ -141,17 +176,26 @@ class Ledger:
     async def _reload(self) -> None:
         entry = await self.store.load(STATE)
         self._doubtful = False
-        if entry is None:
+        stamp = entry.stamp if entry else None
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        if entry is None or _revision_of(stamp) < self.revision:
             log.warning("the store lost the fleet's state; writing what this gateway knows")
-            self._stamp = None
-        elif entry.stamp != self._stamp:
-            self._stamp = entry.stamp
-            self._accept(_decode(entry.body))
+            self._is_behind = True
+        else:
+            self._is_behind = False
+            self._accept(_decode(entry.body), _revision_of(stamp))
 
-    def _accept(self, state: FleetState) -> None:
+    def _accept(self, state: FleetState, revision: int) -> None:
         self.state = state
-        for watcher in self._watchers:
+        self.revision = revision
+        for watcher in tuple(self._watchers):
             watcher(state)
+
+
+def _revision_of(stamp: str | None) -> int:
+    return int(stamp.split(":")[1]) if stamp else 0
 
 
 def _decode(body: bytes) -> FleetState:

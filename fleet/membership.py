@@ -15,7 +15,7 @@ from fleet.errors import LayoutUnsupported, MembershipChanged
 from fleet.layout import Layout, count_workers
 from fleet.outcome import Outcome, Result, had_no_session
 from fleet.replica import Replica, Sleep, Topology, why_left_out
-from fleet.state import ROUND_OPEN, UNSET_VERSION, FleetState, Group
+from fleet.state import IN_COLLECTIVE, ROUND_OPEN, UNSET_VERSION, FleetState, Group
 from fleet.wire import SPARSE_BACKENDS
 
 change = msgspec.structs.replace
@@ -173,6 +173,13 @@ def membership(state: FleetState) -> Membership:
         world_size=base + workers,
         obstacle=obstacle,
     )
+
+
+def in_collective(state: FleetState) -> frozenset[str]:
+    """Return the members that sit in a collective, whoever carries it, and answer nothing else."""
+    if state.group is None or state.phase not in IN_COLLECTIVE:
+        return frozenset()
+    return frozenset(state.group.members)
 
 
 def _countable(candidates: list[Replica]) -> tuple[int, str | None]:

@@ -33,7 +33,10 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How this fleet behaves. `placements` overrides what probing finds, by replica id."""
+    """How this fleet behaves. `placements` overrides what probing finds, by replica id.
+
+    `lease_s` is for how many seconds a gateway that shows no sign of life still counts.
+    """
 
     name: str = "fleet"
     pause_on_update: str = "keep"
@@ -42,3 +45,4 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     placements: dict[str, Placement] = {}
     replica_token: str | None = None
     min_replicas: int = 0
+    lease_s: float = 5.0

@@ -77,6 +77,7 @@ class Errand:
 
     body_of: Callable[[str], Body] | None = None
     names: Iterable[str] = ()
+    token: str | None = None
     outcomes: dict[type[Action], Outcomes] = field(default_factory=dict[type[Action], Outcomes])
     answers: list[Answered] = field(default_factory=list[Answered])
 
@@ -118,13 +119,24 @@ class Performer:
         }
 
     async def perform(self, action: Action, errand: Errand) -> Answered | None:
-        """Do what the action says; return the event that came of it, if it leads to one."""
+        """Do what the action says; return the event that came of it, if it leads to one.
+
+        Raises LeaseLost before anything is done if this gateway may not act any more.
+        """
+        self._gate.check()
         return await self._doers[type(action)](action, errand)
 
     async def ask(
         self, replicas: Iterable[str], call_of: Callable[[str], Call], deadline_s: float
     ) -> Outcomes:
-        """Make independent calls to these replicas, all at once."""
+        """Make independent calls to these replicas, all at once; LeaseLost if it may not."""
+        self._gate.check()
+        return await self.reach(replicas, call_of, deadline_s)
+
+    async def reach(
+        self, replicas: Iterable[str], call_of: Callable[[str], Call], deadline_s: float
+    ) -> Outcomes:
+        """As `ask`, for calls that need no lease: they change nothing that gateways agree on."""
         attempts = {r: partial(self._call, r, call_of) for r in replicas}
         return await self._fan_out.ask(attempts, deadline_s)
 

@@ -19,7 +19,14 @@ from fleet.address import replica_id
 from fleet.errors import StoreUnavailable, UnknownReplica
 from fleet.fanout import FanOut
 from fleet.ledger import Ledger
-from fleet.membership import Observation, add_replica, adopt_versions, observe, remove_replica
+from fleet.membership import (
+    Observation,
+    add_replica,
+    adopt_versions,
+    in_collective,
+    observe,
+    remove_replica,
+)
 from fleet.options import FleetOptions, Placement
 from fleet.probe import explain_silence, glance, identify, same_instance
 from fleet.replica import Replica
@@ -131,8 +138,9 @@ class Registry:
         await self._look([known[r] for r in replicas if r in known], closely=True)
 
     async def _look(self, replicas: Iterable[Replica], *, closely: bool) -> None:
-        busy = self._fan_out.in_flight()
+        busy = self._fan_out.in_flight() | in_collective(self._ledger.state)
         before = {r.id: r for r in replicas if r.id not in busy}
+        began = self._ledger.state
         seen = await self._fan_out.look(
             {name: partial(self._observe, replica, closely) for name, replica in before.items()}
         )
@@ -143,6 +151,7 @@ class Registry:
         def change(state: FleetState) -> FleetState:
             for replica, observation in seen.items():
                 fresh = _less_what_has_changed(observation, before[replica], state)
+                fresh = _less_honest_silence(fresh, replica, began, state)
                 state = observe(state, replica, fresh, now)
             return adopt_versions(state) if is_first else state
 
@@ -170,7 +179,8 @@ class Registry:
             seen = await glance(client, url)
             if seen.lost is not None or seen.version == replica.version:
                 return seen
-        placement = self._options.placements.get(replica.id, Placement())
+        told = replica.origin.placement if replica.origin else None
+        placement = self._options.placements.get(replica.id) or told or Placement()
         return await identify(client, url, placement)
 
 
@@ -189,6 +199,26 @@ def _less_what_has_changed(seen: Observation, before: Replica, state: FleetState
     if after is None or (after.paused, after.sleep) == (before.paused, before.sleep):
         return seen
     return msgspec.structs.replace(seen, paused=None, asleep=False)
+
+
+def _less_honest_silence(
+    seen: Observation, replica: str, began: FleetState, state: FleetState
+) -> Observation:
+    """Leave silence out of an observation if a collective has begun since the probe went out.
+
+    Whichever gateway carries that: its members answer nothing else, and are not wedged for it.
+    """
+    moved = (state.generation, state.phase, _updates(state)) != (
+        began.generation,
+        began.phase,
+        _updates(began),
+    )
+    in_group = state.group is not None and replica in state.group.members
+    return Observation() if seen.silent is not None and moved and in_group else seen
+
+
+def _updates(state: FleetState) -> int:
+    return state.round.updates if state.round else 0
 
 
 def _looks_new(replica: Replica) -> bool:

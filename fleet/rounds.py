@@ -10,6 +10,7 @@ them back in as the next event.
                 … -> finishing -> committed -> initialized
     a no        pausing | starting -> undoing -> initialized       (as if nothing had been asked)
                 initializing | updating | finishing -> failed      (named, fenced, init again)
+    a gateway   that dies on the way counts as a no; what it had committed is only resumed
 
 The version moves in one place, `_finish_arrived`, and only when every member has arrived. A
 failed update never resumes by itself: it is the phase `failed`, and the way out is a new init.
@@ -33,6 +34,7 @@ from fleet.events import (
     FinishArrived,
     FinishFailed,
     FinishRequested,
+    HolderLost,
     InitArrived,
     InitFailed,
     InitRequested,
@@ -58,10 +60,10 @@ from fleet.events import (
     UpdateFailed,
     UpdateRequested,
 )
+from fleet.holding import held, may_report, story
 from fleet.outcome import Result, describe_failures
 from fleet.replica import Replica
 from fleet.state import (
-    IN_SESSION,
     FleetState,
     Group,
     Phase,
@@ -85,6 +87,7 @@ TRANSITIONS: dict[Phase, dict[type[Event], Phase]] = {
     Phase.INITIALIZING: {
         InitArrived: Phase.INITIALIZED,
         InitFailed: Phase.FAILED,
+        HolderLost: Phase.FAILED,
         ResetRequested: Phase.IDLE,
     },
     Phase.INITIALIZED: {
@@ -96,15 +99,18 @@ TRANSITIONS: dict[Phase, dict[type[Event], Phase]] = {
     Phase.PAUSING: {
         PauseArrived: Phase.STARTING,
         PauseFailed: Phase.UNDOING,
+        HolderLost: Phase.UNDOING,
         ResetRequested: Phase.IDLE,
     },
     Phase.STARTING: {
         StartArrived: Phase.STARTED,
         StartFailed: Phase.UNDOING,
+        HolderLost: Phase.UNDOING,
         ResetRequested: Phase.IDLE,
     },
     Phase.UNDOING: {
         Undone: Phase.INITIALIZED,
+        HolderLost: Phase.UNDOING,
         ResetRequested: Phase.IDLE,
     },
     Phase.STARTED: {
@@ -115,15 +121,18 @@ TRANSITIONS: dict[Phase, dict[type[Event], Phase]] = {
     Phase.UPDATING: {
         UpdateArrived: Phase.STARTED,
         UpdateFailed: Phase.FAILED,
+        HolderLost: Phase.FAILED,
         ResetRequested: Phase.IDLE,
     },
     Phase.FINISHING: {
         FinishArrived: Phase.COMMITTED,
         FinishFailed: Phase.FAILED,
+        HolderLost: Phase.FAILED,
         ResetRequested: Phase.IDLE,
     },
     Phase.COMMITTED: {
         Resumed: Phase.INITIALIZED,
+        HolderLost: Phase.COMMITTED,
         ResetRequested: Phase.IDLE,
     },
     Phase.FAILED: {
@@ -142,15 +151,17 @@ def advance(state: FleetState, event: Event) -> Step:
     """Return the state after `event`, and what must be done about it.
 
     Raises IllegalTransition, which tells what the fleet is doing and since when, if the event may
-    not follow in this phase.
+    not follow in this phase, or belongs to a call that does not hold the fleet any more.
     """
     phase = TRANSITIONS[state.phase].get(type(event))
     if phase is None:
         raise IllegalTransition(
             story(state, type(event).__name__.removesuffix("Requested").lower())
         )
-    following = change(state, phase=phase)
-    return _RULES[type(event)](following, event)
+    if not may_report(state, event):
+        raise IllegalTransition(f"{_name(state)} is not held by this call any more")
+    following, actions = _RULES[type(event)](change(state, phase=phase), event)
+    return held(following, event), actions
 
 
 # ---- the rules ---------------------------------------------------------------------------------
@@ -235,7 +246,7 @@ def _undone(state: FleetState, event: Undone) -> Step:
     done = change(
         _round(state),
         result=RoundResult.UNDONE,
-        reason="a member refused; what had been done was taken back",
+        reason=f"{_round(state).reason or 'a member refused'}; what had been done was taken back",
         closed_at=event.now,
     )
     ok = {r for r, o in event.outcomes.items() if o.ok}
@@ -291,8 +302,7 @@ def _finish_arrived(state: FleetState, event: FinishArrived) -> Step:
         state = change(state, fullest=open_round.names_key or state.fullest)
     done = change(_round(state), result=RoundResult.COMMITTED, closed_at=event.now)
     state = change(state, round=done)
-    ran_on = not all(r.paused or r.sleep for r in state.members())
-    return state, (SendResume(targets=_to_resume(state), reset_caches=ran_on),)
+    return state, (_resume_action(state),)
 
 
 def _finish_failed(state: FleetState, event: FinishFailed) -> Step:
@@ -336,6 +346,27 @@ def _reset_requested(state: FleetState, event: ResetRequested) -> Step:
     return state, (*archive, Unpause(targets=resume))
 
 
+def _holder_lost(state: FleetState, event: HolderLost) -> Step:
+    """Nobody knows how far the lost gateway came: take back what can be, fence what cannot.
+
+    A committed round is only resumed. What may have been updated in part is never finished by
+    guess: its members are fenced, and the trainer's next call is told.
+    """
+    if state.phase is Phase.COMMITTED:
+        return state, (_resume_action(state),)
+    if state.phase is Phase.UNDOING:
+        state = change(state, round=change(_round(state), reason=event.why))
+        left_open = _ids(r for r in state.members() if r.session_open)
+        return state, (SendUndo(targets=left_open, resume=_to_resume(state)),)
+    done = change(_round(state), result=RoundResult.FAILED, reason=event.why, closed_at=event.now)
+    state = change(state, round=done)
+    if not state.session_was_open:
+        return state, ()
+    state = _changed(state, _member_ids(state), fence=f"{_name(state)}: {event.why}")
+    left_open = _ids(r for r in state.members() if r.reachable and r.session_open)
+    return state, (CloseSessions(targets=left_open, wait=False),)
+
+
 _RULES: dict[type[Event], Callable[[FleetState, Any], Step]] = {
     InitRequested: _init_requested,
     InitArrived: _init_arrived,
@@ -354,10 +385,16 @@ _RULES: dict[type[Event], Callable[[FleetState, Any], Step]] = {
     FinishFailed: _finish_failed,
     Resumed: _resumed,
     ShutdownRequested: _shutdown_requested,
+    HolderLost: _holder_lost,
     ResetRequested: _reset_requested,
 }
 
 # ---- pieces of the rules -----------------------------------------------------------------------
+
+
+def _resume_action(state: FleetState) -> SendResume:
+    ran_on = not all(r.paused or r.sleep for r in state.members())
+    return SendResume(targets=_to_resume(state), reset_caches=ran_on)
 
 
 def _commit(state: FleetState, done: Round) -> FleetState:
@@ -448,18 +485,3 @@ def _round(state: FleetState) -> Round:
 
 def _name(state: FleetState) -> str:
     return f"round {state.round.id}" if state.round else "the round"
-
-
-def story(state: FleetState, asked: str) -> str:
-    """Say what was asked, what the fleet is doing instead, who asked for that and since when."""
-    told = f"{asked} does not follow in phase {state.phase}"
-    if state.round is None:
-        return told
-    current = state.round
-    told += (
-        f"; round {current.id} (generation {current.generation}) was opened by "
-        f"{current.opened_by} at {current.opened_at:.3f}"
-    )
-    if current.reason:
-        return f"{told} and ended: {current.reason}"
-    return f"{told} and is still open" if state.phase in IN_SESSION else told

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
+from fleet.calls import Ended, Holder, Seat
 from fleet.layout import Layout
 from fleet.outcome import Outcome, Result
 from fleet.replica import Replica, ReplicaState, state_of
@@ -46,6 +47,23 @@ IN_SESSION = frozenset(
 
 ROUND_OPEN = IN_SESSION | {Phase.PAUSING, Phase.COMMITTED}
 """Phases that belong to one weight update, from closing the gate to opening it."""
+
+
+ON_THE_WAY = frozenset(
+    {
+        Phase.INITIALIZING,
+        Phase.PAUSING,
+        Phase.STARTING,
+        Phase.UPDATING,
+        Phase.FINISHING,
+        Phase.COMMITTED,
+        Phase.UNDOING,
+    }
+)
+"""Phases in which a call is on its way: one gateway holds the fleet until it is over."""
+
+IN_COLLECTIVE = frozenset({Phase.INITIALIZING, Phase.UPDATING})
+"""Phases in which members sit in a collective and answer nothing else."""
 
 
 class RoundResult(StrEnum):
@@ -132,7 +150,9 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     """The whole fleet. `commit_index` counts commits; `commits` holds the last versions in order.
 
     `weight_version` is None until one is committed. `counter` is the last automatic number.
-    `fullest` is the store key of the names of the fullest round so far.
+    `fullest` is the store key of the names of the fullest round so far. `gateways` are those that
+    serve the fleet, by id; `holder` is the call that one of them carries now, `ended` the last one.
+    `resets` counts how often an operator has abandoned what was open.
     """
 
     name: str
@@ -149,6 +169,10 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     group: Group | None = None
     round: Round | None = None
     pause: TrainerPause | None = None
+    gateways: dict[str, Seat] = {}
+    holder: Holder | None = None
+    ended: Ended | None = None
+    resets: int = 0
 
     def members(self) -> tuple[Replica, ...]:
         """The replicas of the current group that the fleet still knows, in rank order."""

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,21 +18,26 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from fleet.calls import CallId
 from fleet.controls import Controls
 from fleet.coordinator import Coordinator
 from fleet.errors import FleetError
 from fleet.fanout import FanOut
+from fleet.follow import follow
 from fleet.journal import Journal
 from fleet.ledger import Ledger
 from fleet.options import Deadlines, FleetOptions, Placement
 from fleet.owner import task_owner
+from fleet.peers import Peers
 from fleet.performer import Performer
 from fleet.registry import Registry
 from fleet.replica_client import ReplicaClient, open_client
 from fleet.store import Store, open_store
+from gateway.aborting import abort_here
 from gateway.asgi import Receive, Scope, Send
 from gateway.context import Gateway
 from gateway.desk import Desk, position_of
+from gateway.discovery import source_of
 from gateway.errors import body_of, headers_of, shape, status_of
 from gateway.gate import RolloutGate
 from gateway.metrics import Metrics
@@ -39,7 +45,7 @@ from gateway.proxy import RolloutProxy
 from gateway.rollouts import Rollouts, is_rollout
 from gateway.routes import admin, control, ops
 from gateway.settings_model import DeploymentKind, Settings
-from gateway.single_flight import SingleFlight
+from gateway.single_flight import ControlCall, SingleFlight
 
 log = logging.getLogger(__name__)
 
@@ -90,24 +96,30 @@ def create_app(settings: Settings) -> Application:
 @asynccontextmanager
 async def open_gateway(settings: Settings) -> AsyncGenerator[Gateway]:
     """Open the store, the pools and the background tasks; leaving closes them in reverse."""
-    options = options_of(settings)
+    options, source = options_of(settings), source_of(settings)
     async with (
         open_store(settings.store, settings.name) as store,
         open_client(options.replica_token) as client,
         task_owner() as owner,
     ):
         gateway = await _assemble(settings, options, store, client, owner)
+        await gateway.peers.beat()
         await gateway.registry.add(settings.replicas)
-        if not gateway.ledger.state.replicas:
+        if source is None and not gateway.ledger.state.replicas:
             log.warning(
                 "no replicas yet: --replica, FLEET_REPLICAS or POST /fleet/replicas adds them"
             )
         await gateway.registry.sweep()
+        beating = gateway.peers.run(settings.timeouts.lease_renew_s)
+        owner.create_task(beating, name="gateways")
         owner.create_task(gateway.registry.run(), name="probe replicas")
+        if source is not None:
+            owner.create_task(follow(source, gateway.ledger), name="follow discovery")
         owner.create_task(gateway.journal.run(), name="write events")
         yield gateway
         gateway.rollouts.upstreams.close()
         gateway.rollouts.accounts.flush()
+        await gateway.peers.leave()
 
 
 async def _assemble(
@@ -126,27 +138,42 @@ async def _assemble(
     metrics.observe(lambda: ledger.state, gate)
     fan_out = FanOut(owner)
     registry = Registry(ledger, client, fan_out, options)
-    performer = Performer(ledger, client, fan_out, gate, options)
+    where = f"{settings.host}:{settings.port}"
+    peers = Peers(ledger, gate, fan_out.spawn, where=where, lease_s=options.lease_s)
+    performer = Performer(ledger, client, fan_out, peers, options)
+    coordinator = Coordinator(ledger, performer, registry, fan_out, options, peers.me)
+    peers.runs, peers.take_over = coordinator.carries, coordinator.take_over
 
     def suspect(replica: str) -> None:
         fan_out.spawn(registry.suspect(replica), name=f"verify {replica}")
 
+    async def undelivered(call: ControlCall) -> None:
+        await coordinator.undelivered(CallId(by="", name=call.name))
+
     rollouts = Rollouts(gate, metrics, settings, suspect)
+    desk = Desk(
+        settings,
+        ledger,
+        SingleFlight(owner, lambda: position_of(ledger.state), undelivered),
+        metrics,
+    )
+    ledger.watch(desk.follow)
+    controls = Controls(ledger, performer, registry, peers, options)
+    peers.abort = partial(abort_here, rollouts, controls)
     return Gateway(
         settings=settings,
         store=store,
         ledger=ledger,
         journal=journal,
         registry=registry,
-        coordinator=Coordinator(ledger, performer, registry, fan_out, options),
-        controls=Controls(ledger, performer, registry, gate, options),
+        peers=peers,
+        coordinator=coordinator,
+        controls=controls,
         gate=gate,
         client=client,
         rollouts=rollouts,
         proxy=RolloutProxy(rollouts, settings),
-        desk=Desk(
-            settings, ledger, SingleFlight(owner, lambda: position_of(ledger.state)), metrics
-        ),
+        desk=desk,
         metrics=metrics,
     )
 
@@ -173,6 +200,7 @@ def options_of(settings: Settings) -> FleetOptions:
         placements=_placements(settings),
         replica_token=token.get_secret_value() if token else None,
         min_replicas=settings.min_replicas,
+        lease_s=times.lease_s,
     )
 
 

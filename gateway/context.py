@@ -8,8 +8,10 @@ from fastapi import Request
 
 from fleet.controls import Controls
 from fleet.coordinator import Coordinator
+from fleet.gate import Load, add_up
 from fleet.journal import Journal
 from fleet.ledger import Ledger
+from fleet.peers import Peers
 from fleet.registry import Registry
 from fleet.replica_client import ReplicaClient
 from fleet.store import Store
@@ -28,6 +30,7 @@ class Gateway:
     settings: Settings
     store: Store
     ledger: Ledger
+    peers: Peers
     journal: Journal
     registry: Registry
     coordinator: Coordinator
@@ -38,6 +41,10 @@ class Gateway:
     rollouts: Rollouts
     desk: Desk
     metrics: Metrics
+
+    def load(self) -> Load:
+        """Return what all gateways of the fleet have in hand, the others as of their last beat."""
+        return add_up([self.gate.load(), *(p.load for p in self.peers.others.values())])
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request, Response
 
-from fleet.errors import FleetError
+from fleet.calls import CallId
+from fleet.errors import FleetError, StoreUnavailable
 from fleet.ledger import Ledger
 from fleet.membership import membership
 from fleet.state import FleetState
@@ -45,6 +46,7 @@ class Desk:
         self._ledger = ledger
         self._flights = flights
         self._metrics = metrics
+        self._resets = ledger.state.resets
 
     async def serve(
         self,
@@ -59,6 +61,7 @@ class Desk:
         started = perf_counter()
         try:
             value, body = await self._read(request, parse, right, limit)
+            await self._catch_up(request)
             answer = await self._carry_out(request, body, lambda: act(value))
             response = self._answer(answer)
         except FleetError as error:
@@ -69,9 +72,24 @@ class Desk:
         self._count(request, response.status_code, started)
         return response
 
-    def forget(self) -> None:
-        """Let no later call meet one that is on its way: an operator has abandoned its round."""
-        self._flights.forget()
+    def follow(self, state: FleetState) -> None:
+        """Let no later call meet one that is on its way, if an operator has abandoned its round.
+
+        A call that hangs must not swallow the next round's equal one.
+        """
+        if state.resets != self._resets:
+            self._resets = state.resets
+            self._flights.forget()
+
+    async def _catch_up(self, request: Request) -> None:
+        """See first what other gateways have done; who only looks or aborts need not see it."""
+        if len(self._ledger.state.gateways) < 2:
+            return
+        try:
+            await self._ledger.refresh()
+        except StoreUnavailable:
+            if request.method != "GET" and request.url.path not in REPEATABLE:
+                raise
 
     async def _carry_out(
         self, request: Request, body: bytearray, work: Callable[[], Awaitable[Any]]
@@ -84,6 +102,8 @@ class Desk:
             body=body,
             idempotency_key=request.headers.get("idempotency-key"),
         )
+        id_ = CallId(by=caller_of(request), name=call.name, key=call.idempotency_key)
+        request.state.call = id_
         return await self._flights.run(call, work, request.receive)
 
     async def _read(
@@ -135,6 +155,11 @@ def position_of(state: FleetState) -> object:
         state.pause,
         [(r.id, r.sleep) for r in state.replicas.values()],
     )
+
+
+def call_of(request: Request) -> CallId:
+    """Return what tells the control call that a route carries out from others."""
+    return request.state.call
 
 
 def caller_of(request: Request) -> str:

@@ -1,6 +1,7 @@
 """The gate: which rollouts may go to which replica now, and the line of those that must wait.
 
-Whether it stands open follows from the fleet's state (`follow`), never from a switch of its own.
+Whether it stands open follows from the fleet's state (`follow`), never from a switch of its own,
+and from this gateway's lease (`renew`): who cannot see what others decide must not admit anyone.
 A rollout gets a ticket: the replica and the version label are fixed in that moment. The gate
 counts as closed only when no ticket is between that moment and the last byte sent, so a pause
 that goes out after `closed` overtakes nobody.
@@ -13,9 +14,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic, time
 
 from fleet.errors import DeadlinePassed, GateOverflow, NoEligibleReplica
+from fleet.gate import Load
 from fleet.replica import Replica
 from fleet.state import UNSET_VERSION, FleetState
 from gateway.routing import POLICIES
@@ -74,7 +77,8 @@ class RolloutGate:
         self._dispatched = 0
         self._sending = 0
         self.inflight: dict[str, int] = {}
-        self.closed_since: float | None = None
+        self._closed_since: float | None = None
+        self._lease_until = inf
         self._is_stopping = False
         self._nothing_sent = _set_event()
         self._nothing_running = _set_event()
@@ -89,9 +93,14 @@ class RolloutGate:
         self.version = state.weight_version or UNSET_VERSION
         self.kv = state.kv
         if state.fleet_paused:
-            self.closed_since = self.closed_since or time()
+            self._closed_since = self._closed_since or time()
         else:
-            self.closed_since = None
+            self._closed_since = None
+        self._release()
+
+    def renew(self, until: float) -> None:
+        """Admit rollouts until this moment (monotonic clock), unless renewed again before."""
+        self._lease_until = until
         self._release()
 
     def stop(self) -> None:
@@ -110,6 +119,22 @@ class RolloutGate:
         await self._nothing_running.wait()
 
     # -- what the operators see -------------------------------------------------------------------
+
+    def load(self) -> Load:
+        """Return what this gateway has in hand."""
+        return Load(held=self.held, held_bytes=self._held_bytes, inflight=dict(self.inflight))
+
+    @property
+    def closed_since(self) -> float | None:
+        """When the gate closed (seconds since the epoch), or None while it is open."""
+        if self._closed_since is None and self.lease_lapsed:
+            return time() - (monotonic() - self._lease_until)
+        return self._closed_since
+
+    @property
+    def lease_lapsed(self) -> bool:
+        """Whether nobody is admitted because this gateway has not renewed its lease."""
+        return monotonic() >= self._lease_until
 
     @property
     def held(self) -> int:
@@ -185,7 +210,8 @@ class RolloutGate:
     # -- pieces -----------------------------------------------------------------------------------
 
     def _may_go(self, min_version: str | None) -> bool:
-        return bool(self._eligible) and self._has_committed(min_version)
+        leased = monotonic() < self._lease_until
+        return leased and bool(self._eligible) and self._has_committed(min_version)
 
     def _has_committed(self, version: str | None) -> bool:
         """Order comes from commits, never from the string; the eligible ones hold the last."""
@@ -245,6 +271,11 @@ class RolloutGate:
             return DeadlinePassed(
                 f"version {min_version!r} was not committed within {limit}",
                 hint=f"the fleet is at version {self.version!r}",
+            )
+        if self.lease_lapsed:
+            return DeadlinePassed(
+                f"this gateway could not see the fleet for {limit}: its store does not answer",
+                hint="see GET /readyz of this gateway",
             )
         if self.closed_since is not None:
             return DeadlinePassed(f"the gate stayed closed for {limit}", hint="see GET /fleet")

@@ -28,6 +28,8 @@ STORED = 64
 """For how long, and how many, answers wait for a retry."""
 
 Work = Callable[[], Awaitable[Any]]
+Undelivered = Callable[["ControlCall"], Awaitable[None]] | None
+"""Who hears of calls whose answer reached nobody."""
 Position = Callable[[], object]
 """Where the fleet stands: equal values mean that no control call has changed anything since."""
 
@@ -51,9 +53,12 @@ class ControlCall:
 class SingleFlight:
     """Runs control calls so that a retry meets the call that it repeats."""
 
-    def __init__(self, owner: asyncio.TaskGroup, position: Position) -> None:
+    def __init__(
+        self, owner: asyncio.TaskGroup, position: Position, undelivered: Undelivered = None
+    ) -> None:
         self._owner = owner
         self._position = position
+        self._undelivered = undelivered
         self._flights: dict[str, _Flight] = {}
 
     async def run(self, call: ControlCall, work: Work, receive: Receive) -> Any:
@@ -67,12 +72,17 @@ class SingleFlight:
             flight = _Flight(call, self._position)
             self._flights.pop(call.name, None)  # or it would keep the old one's place in the queue
             self._flights[call.name] = flight
-            self._owner.create_task(flight.fly(work), name=f"control {call.path}")
+            self._owner.create_task(self._fly(flight, call, work), name=f"control {call.path}")
         try:
             return await flight.wait(receive)
         finally:
             if flight.is_spent and self._flights.get(call.name) is flight:
                 del self._flights[call.name]
+
+    async def _fly(self, flight: _Flight, call: ControlCall, work: Work) -> None:
+        await flight.fly(work)
+        if flight.reached_nobody and self._undelivered is not None:
+            await self._undelivered(call)
 
     def forget(self) -> None:
         """Let no later call meet one from before: the round that those belonged to is abandoned."""
@@ -95,6 +105,7 @@ class _Flight:
         self._landed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._landed_at: object = None
         self._delivered = False
+        self._waiting = 0
         self.ended_at: float | None = None
 
     def answers(self, call: ControlCall) -> bool:
@@ -109,6 +120,11 @@ class _Flight:
     def is_spent(self) -> bool:
         """Whether it will never answer another call."""
         return self._landed.done() and self._delivered and self._key is None
+
+    @property
+    def reached_nobody(self) -> bool:
+        """Whether the answer is there and everyone who had asked for it has left."""
+        return self._landed.done() and not self._delivered and not self._waiting
 
     async def fly(self, work: Work) -> None:
         """Do the work; its errors belong to those who wait, not to the gateway's task group."""
@@ -131,6 +147,7 @@ class _Flight:
     async def wait(self, receive: Receive) -> Any:
         """Return the result, unless the caller leaves before."""
         leaving = asyncio.ensure_future(until_gone(receive))
+        self._waiting += 1
         try:
             await asyncio.wait((self._landed, leaving), return_when=asyncio.FIRST_COMPLETED)
             if leaving.done():
@@ -138,6 +155,7 @@ class _Flight:
             self._delivered = True
             return self._landed.result()
         finally:
+            self._waiting -= 1
             leaving.cancel()
             with suppress(asyncio.CancelledError):
                 await leaving

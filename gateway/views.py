@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
+from fleet.gate import Load
 from fleet.membership import membership
 from fleet.replica import Replica, ReplicaState
 from fleet.state import UNSET_VERSION, FleetState, Round
-from gateway.gate import RolloutGate
 
 
-def fleet_view(state: FleetState, gate: RolloutGate) -> dict[str, Any]:
-    """Return the summary of GET /fleet."""
+def fleet_view(state: FleetState, load: Load, closed_since: float | None) -> dict[str, Any]:
+    """Return the summary of GET /fleet; `closed_since` is when this gateway's gate closed."""
     now = membership(state)
     counts = Counter(found.value for _, found, _ in state.states())
     return {
@@ -24,9 +24,9 @@ def fleet_view(state: FleetState, gate: RolloutGate) -> dict[str, Any]:
         "phase": state.phase,
         "kv": state.kv,
         "gate": {
-            "state": "closed" if gate.closed_since is not None else "open",
-            "held": gate.held,
-            "closed_since": gate.closed_since,
+            "state": "open" if closed_since is None else "closed",
+            "held": load.held,
+            "closed_since": closed_since,
         },
         "membership": {
             "changed": now.changed,
@@ -34,23 +34,34 @@ def fleet_view(state: FleetState, gate: RolloutGate) -> dict[str, Any]:
             "workers": now.workers,
             "lost": now.lost,
         },
+        "gateways": msgspec.to_builtins(state.gateways),
+        "call": _call_view(state),
         "pause": msgspec.to_builtins(state.pause),
         "round": round_view(state.round) if state.round else None,
         "replicas": dict(counts),
     }
 
 
-def replicas_view(state: FleetState, gate: RolloutGate) -> list[dict[str, Any]]:
+def _call_view(state: FleetState) -> dict[str, Any] | None:
+    """Return the call that is on its way: what, for whom, since when, at which gateway."""
+    holder = state.holder
+    if holder is None:
+        return None
+    fields = {"what": holder.what, "by": holder.call.by, "since": holder.since}
+    return fields | {"gateway": holder.gateway}
+
+
+def replicas_view(state: FleetState, load: Load) -> list[dict[str, Any]]:
     """Return the list of GET /fleet/replicas."""
     offsets = {s.replica: s.rank_offset for s in state.group.layout.slots} if state.group else {}
     return [
-        _replica_view(replica, found, reason, offsets.get(replica.id), gate)
+        _replica_view(replica, found, reason, offsets.get(replica.id), load)
         for replica, found, reason in state.states()
     ]
 
 
 def _replica_view(
-    replica: Replica, found: ReplicaState, reason: str, offset: int | None, gate: RolloutGate
+    replica: Replica, found: ReplicaState, reason: str, offset: int | None, load: Load
 ) -> dict[str, Any]:
     topology = replica.topology
     return {
@@ -62,7 +73,7 @@ def _replica_view(
         "weight_version": replica.version,
         "world_size": topology.workers if topology else None,
         "rank_offset": offset,
-        "inflight": gate.inflight.get(replica.id, 0),
+        "inflight": load.inflight.get(replica.id, 0),
         "held": 0,
         "paused": replica.paused,
         "asleep": replica.sleep is not None,

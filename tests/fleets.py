@@ -11,6 +11,7 @@ from fleet.events import (
     FinishArrived,
     FinishFailed,
     FinishRequested,
+    HolderLost,
     InitArrived,
     InitFailed,
     InitRequested,
@@ -78,7 +79,7 @@ def everyone(state: FleetState, outcome: Outcome = OK, **others: Outcome) -> dic
 
 
 def events_for(state: FleetState) -> list[Event]:
-    """Return one event of each of the 18 kinds, fit for this state."""
+    """Return one event of each of the 19 kinds, fit for this state."""
     good = everyone(state)
     bad = good | dict.fromkeys(list(good)[:1], FAILED)
     return [
@@ -99,6 +100,7 @@ def events_for(state: FleetState) -> list[Event]:
         FinishFailed(now=NOW, outcomes=bad),
         Resumed(now=NOW, outcomes=good),
         ShutdownRequested(now=NOW),
+        HolderLost(now=NOW, why="gateway g was lost"),
         ResetRequested(now=NOW, by="operator"),
     ]
 

@@ -25,13 +25,13 @@ router = APIRouter(prefix="/fleet")
 @router.get("")
 async def fleet(request: Request) -> Response:
     """Summarise the fleet: version, phase, gate, membership, open round, replicas by state."""
-    return _shown(request, lambda g: fleet_view(g.ledger.state, g.gate))
+    return _shown(request, lambda g: fleet_view(g.ledger.state, g.load(), g.gate.closed_since))
 
 
 @router.get("/replicas")
 async def replicas(request: Request) -> Response:
     """List every replica with its state and the reason for it."""
-    return _shown(request, lambda g: {"replicas": replicas_view(g.ledger.state, g.gate)})
+    return _shown(request, lambda g: {"replicas": replicas_view(g.ledger.state, g.load())})
 
 
 @router.get("/layout")
@@ -138,11 +138,10 @@ async def reset(request: Request, new_model: bool = False) -> Response:
 
     async def act(_: None) -> dict[str, Any]:
         outcomes = await gateway.coordinator.reset(caller_of(request), new_model=new_model)
-        gateway.desk.forget()  # a call that hangs must not swallow the next round's equal one
         state = gateway.ledger.state
         fenced = {r.id: r.fence for r in state.replicas.values() if r.fence}
         wedged = {r.id: r.wedged for r in state.replicas.values() if r.wedged}
-        view = fleet_view(state, gateway.gate)
+        view = fleet_view(state, gateway.load(), gateway.gate.closed_since)
         return {"fenced": fenced, "wedged": wedged, "fleet": view, **told(outcomes)}
 
     return await gateway.desk.serve(request, nothing, act, right=Right.OPERATOR)
@@ -164,7 +163,7 @@ async def _mark(request: Request, replica: str, **facts: Any) -> Response:
 
 
 def _one(gateway: Gateway, replica: str) -> dict[str, Any]:
-    views = replicas_view(gateway.ledger.state, gateway.gate)
+    views = replicas_view(gateway.ledger.state, gateway.load())
     return next(view for view in views if view["id"] == replica)
 
 

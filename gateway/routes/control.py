@@ -18,11 +18,11 @@ from fleet.errors import BadInput, MemberFailed, NotAllowed
 from fleet.outcome import Outcome
 from fleet.replica_client import Call
 from fleet.state import UNSET_VERSION
-from gateway.aborts import Plan, aborted_answer
+from gateway.aborting import abort
 from gateway.auth import Right
 from gateway.context import gateway_of
-from gateway.desk import caller_of
-from gateway.routes.answers import count_of, field_of, items_of, table_of
+from gateway.desk import call_of, caller_of
+from gateway.routes.answers import field_of, items_of, table_of
 
 router = APIRouter()
 
@@ -88,11 +88,7 @@ async def _abort(request: Request, *, all_if_unnamed: bool) -> Response:
         return cast("list[str]", ids)
 
     async def act(names: list[str] | None) -> dict[str, Any]:
-        plan = Plan(gateway.rollouts.running, names)
-        for exchange in plan.held:
-            exchange.answer_held(*aborted_answer(exchange.request))
-        outcomes = await gateway.controls.abort(plan.body_for)
-        ended = sum(count_of(o.answer, "aborted") for o in outcomes.values()) + len(plan.held)
+        ended, outcomes = await abort(gateway.rollouts, gateway.controls, gateway.peers, names)
         count = ended if names is None else len(names)
         return {"status": "aborted", "aborted": count, **told(outcomes)}
 
@@ -108,7 +104,7 @@ async def init_weight_transfer_engine(request: Request) -> Response:
     gateway = gateway_of(request)
 
     async def act(body: InitBody) -> dict[str, Any]:
-        outcomes = await gateway.coordinator.init(body, caller_of(request))
+        outcomes = await gateway.coordinator.init(body, call_of(request))
         generation = gateway.ledger.state.generation
         message = "Weight transfer initialized"
         group = gateway.ledger.state.group
@@ -148,7 +144,7 @@ async def _start(request: Request, *, draft: bool, message: str) -> Response:
     gateway = gateway_of(request)
 
     async def act(_: None) -> dict[str, Any]:
-        outcomes = await gateway.coordinator.start(caller_of(request), draft=draft)
+        outcomes = await gateway.coordinator.start(call_of(request), draft=draft)
         return {"message": message, **told(outcomes)}
 
     return await gateway.desk.serve(request, nothing, act)
@@ -160,7 +156,8 @@ async def update_weights(request: Request) -> Response:
     gateway = gateway_of(request)
 
     async def act(body: UpdateBody) -> dict[str, Any]:
-        return {"message": "Weights updated", **told(await gateway.coordinator.update(body))}
+        outcomes = await gateway.coordinator.update(body, call_of(request))
+        return {"message": "Weights updated", **told(outcomes)}
 
     limit = gateway.settings.limits.update_body_bytes
     return await gateway.desk.serve(request, UpdateBody, act, limit=limit)
@@ -177,7 +174,7 @@ async def finish_weight_update(request: Request) -> Response:
         return finish
 
     async def act(body: FinishBody) -> dict[str, Any]:
-        outcomes = await gateway.coordinator.finish(body)
+        outcomes = await gateway.coordinator.finish(body, call_of(request))
         version = gateway.ledger.state.weight_version
         return {"message": "Weight update finished", "weight_version": version, **told(outcomes)}
 

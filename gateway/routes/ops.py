@@ -52,6 +52,9 @@ async def readyz(request: Request) -> Response:
         await gateway.store.ping()
     except FleetError as error:
         return _json({"ready": False, "reason": error.message}, 503)
+    if gateway.gate.lease_lapsed:
+        why = "this gateway has lost its lease: it has not seen the fleet for too long, or was "
+        return _json({"ready": False, "reason": why + "expelled; its gate is closed"}, 503)
     if not gateway.registry.swept.is_set():
         return _json({"ready": False, "reason": "the replicas have not been probed yet"}, 503)
     return _json({"ready": True})

@@ -20,6 +20,7 @@ TABLE: dict[str, dict[str, str]] = {
     "initializing": {
         "InitArrived": "initialized",
         "InitFailed": "failed",
+        "HolderLost": "failed",
         "ResetRequested": "idle",
     },
     "initialized": {
@@ -31,11 +32,13 @@ TABLE: dict[str, dict[str, str]] = {
     "pausing": {
         "PauseArrived": "starting",
         "PauseFailed": "undoing",
+        "HolderLost": "undoing",
         "ResetRequested": "idle",
     },
     "starting": {
         "StartArrived": "started",
         "StartFailed": "undoing",
+        "HolderLost": "undoing",
         "ResetRequested": "idle",
     },
     "started": {
@@ -46,19 +49,23 @@ TABLE: dict[str, dict[str, str]] = {
     "updating": {
         "UpdateArrived": "started",
         "UpdateFailed": "failed",
+        "HolderLost": "failed",
         "ResetRequested": "idle",
     },
     "finishing": {
         "FinishArrived": "committed",
         "FinishFailed": "failed",
+        "HolderLost": "failed",
         "ResetRequested": "idle",
     },
     "committed": {
         "Resumed": "initialized",
+        "HolderLost": "committed",
         "ResetRequested": "idle",
     },
     "undoing": {
         "Undone": "initialized",
+        "HolderLost": "undoing",
         "ResetRequested": "idle",
     },
     "failed": {
@@ -85,6 +92,7 @@ EVENTS = [
     "FinishFailed",
     "Resumed",
     "ShutdownRequested",
+    "HolderLost",
     "ResetRequested",
 ]
 CELLS = [(phase, event) for phase in TABLE for event in EVENTS]
@@ -108,7 +116,7 @@ def test_the_table_has_a_row_for_every_phase_and_names_every_event() -> None:
 
     assert set(TABLE) == {phase.value for phase in Phase}
     assert set(EVENTS) == leaves(Event)
-    assert len(CELLS) == 11 * 18
+    assert len(CELLS) == 11 * 19
 
 
 @pytest.mark.parametrize(("phase", "event"), LEGAL)

@@ -36,6 +36,7 @@ TABLE = {
     "NoEligibleReplica": 503,
     "GateOverflow": 503,
     "StoreUnavailable": 503,
+    "LeaseLost": 503,
 }
 
 

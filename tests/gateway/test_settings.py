@@ -189,7 +189,6 @@ POLICY_NAMES = "'least_inflight', 'round_robin', 'power_of_two', 'consistent_has
         ("PORT", "65536", "should be less than or equal to 65535, not '65536'"),
         ("MIN_REPLICAS", "-1", "should be greater than or equal to 0, not '-1'"),
         ("TIMEOUTS__LEASE_S", "1", None),
-        ("TIMEOUTS__HEARTBEAT_TTL_S", "1", "must be above heartbeat_s (1)"),
         ("STORE", "redis+sentinel://:pw@h", None),
         ("KUBERNETES__API", "10.0.0.1:443", None),
         ("KUBERNETES__API", "https://me:pw@10.0.0.1", None),
