@@ -11,6 +11,7 @@ import uvicorn
 
 from fleet.store import open_store
 from gateway.app import Application, create_app
+from gateway.discovery import source_of
 from gateway.front import Front
 from gateway.logs import configure_logging
 from gateway.settings_model import Settings
@@ -55,11 +56,13 @@ class FleetServer(uvicorn.Server):
 def serve(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM; running rollouts may end within the drain time.
 
-    Raises OSError if the port cannot be had and StoreUnavailable if the store does not answer.
+    Raises OSError if the port cannot be had, StoreUnavailable if the store does not answer, and
+    SettingsError if replicas are to be found as pods and this is none.
     """
     configure_logging(settings.log)
     _raise_file_limit()
     asyncio.run(_check_store(settings))
+    source_of(settings)  # what it lacks is told here, in one line, and not while serving
     listening = _listen(settings)
     application = create_app(settings)
     server = FleetServer(uvicorn_config(application, settings), application)
