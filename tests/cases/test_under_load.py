@@ -29,8 +29,10 @@ from tests.waiting import wait_until
 
 REPLICAS = 4
 UPDATES = 10
-CLIENTS = 240
+CLIENTS = 220
 IN_FLIGHT = 200
+NEWCOMERS_S = 0.01
+"""Between two rollouts of those who ask whatever the others wait for: some meet every update."""
 ENOUGH = 30
 """Answers under each version before the next one comes."""
 VERSIONS = ["default", *(str(number) for number in range(1, UPDATES + 1))]
@@ -94,11 +96,20 @@ class Load:
     async def ask_on(self, http: aiohttp.ClientSession) -> None:
         """Ask one rollout after the other until the load is over."""
         while not self.is_over:
-            number = next(self._numbers)
-            try:
-                self.answers.append(await self._ask(http, number))
-            except (aiohttp.ClientError, OSError) as error:
-                self.lost.append(f"{number}: {error!r}")
+            await self._ask_once(http)
+
+    async def keep_coming(self, http: aiohttp.ClientSession, group: asyncio.TaskGroup) -> None:
+        """Ask at a steady pace until the load is over, without waiting for answers."""
+        while not self.is_over:
+            group.create_task(self._ask_once(http))
+            await asyncio.sleep(NEWCOMERS_S)
+
+    async def _ask_once(self, http: aiohttp.ClientSession) -> None:
+        number = next(self._numbers)
+        try:
+            self.answers.append(await self._ask(http, number))
+        except (aiohttp.ClientError, OSError) as error:
+            self.lost.append(f"{number}: {error!r}")
 
     async def _ask(self, http: aiohttp.ClientSession, number: int) -> Answer:
         wanted, is_stream = 2 + number % 7, number % 2 == 0
@@ -131,16 +142,18 @@ async def test_ten_updates_under_full_load_lose_and_mislabel_no_rollout(
         _check_dispatches(case, load)
         _check_ends(load, mode, checksums)
         assert {answer.label for answer in load.answers} == set(VERSIONS)
+        assert await _count_held(case) >= UPDATES
 
 
 @asynccontextmanager
 async def load_on(url: str) -> AsyncGenerator[Load]:
-    """Keep CLIENTS rollouts under way; on leaving, those under way are the last."""
+    """Keep more than CLIENTS rollouts under way; on leaving, those under way are the last."""
     load = Load(url)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as http, asyncio.TaskGroup() as group:
         for _ in range(CLIENTS):
             group.create_task(load.ask_on(http))
+        group.create_task(load.keep_coming(http, group))
         yield load
         load.is_over = True
 
@@ -165,6 +178,13 @@ async def _until_full(case: Case, load: Load, version: str) -> None:
         return running >= IN_FLIGHT and load.count(version) >= ENOUGH
 
     await wait_until(reached, timeout_s=30)
+
+
+async def _count_held(case: Case) -> float:
+    """How many rollouts had to wait at the gate."""
+    lines = (await case.http.get("/metrics")).text.splitlines()
+    [found] = [line for line in lines if line.startswith("fleet_rollout_held_seconds_count ")]
+    return float(found.split(" ")[1])
 
 
 def _records(case: Case) -> dict[str, list[tuple[SimReplica, RolloutRecord]]]:
