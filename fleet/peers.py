@@ -23,7 +23,7 @@ import msgspec
 
 from fleet.calls import Holder, Seat
 from fleet.errors import FleetError, StoreUnavailable
-from fleet.gate import LocalGate
+from fleet.gate import Load, LocalGate, add_up
 from fleet.lease import Lease, Presence
 from fleet.ledger import Ledger
 from fleet.state import FleetState
@@ -81,6 +81,14 @@ class Peers:
         """Return when no gateway has a rollout that is being answered by any replica."""
         await self._ask_others("drained", expel=False)
         await self._gate.drained()
+
+    def load(self, *, only_here: bool = False) -> Load:
+        """Return what the gateways have in hand, the others as of their last heartbeat.
+
+        `only_here` counts those that serve this gateway's address, as workers of one process do.
+        """
+        others = (p for p in self.others.values() if not only_here or p.where == self._where)
+        return add_up([self._gate.load(), *(p.load for p in others)])
 
     async def abort_elsewhere(self, names: tuple[str, ...] | None, within_s: float) -> int:
         """Let the other gateways abort what they hold or carry; return how many rollouts that was.

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
+from socket import gethostname
 from typing import Any
 
 import msgspec
@@ -135,11 +136,11 @@ async def _assemble(
     journal = Journal(store)
     ledger.listen(journal.note)
     metrics = Metrics()
-    metrics.observe(lambda: ledger.state, gate)
     fan_out = FanOut(owner)
     registry = Registry(ledger, client, fan_out, options)
-    where = f"{settings.host}:{settings.port}"
+    where = f"{gethostname()}:{settings.port}"
     peers = Peers(ledger, gate, fan_out.spawn, where=where, lease_s=options.lease_s)
+    metrics.observe(lambda: ledger.state, gate, partial(peers.load, only_here=True))
     performer = Performer(ledger, client, fan_out, peers, options)
     coordinator = Coordinator(ledger, performer, registry, fan_out, options, peers.me)
     peers.runs, peers.take_over = coordinator.carries, coordinator.take_over

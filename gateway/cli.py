@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from importlib.metadata import version as installed_version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NoReturn
 
 import httpx
@@ -61,17 +64,22 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on (8000).")] = None,
     replica: Annotated[list[str] | None, typer.Option(help="A replica's URL; repeat it.")] = None,
     store: Annotated[str | None, typer.Option(help="memory:// or redis://… (memory://).")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes on the port; needs Redis.")] = None,
     config: Annotated[Path | None, typer.Option(help="A YAML file with settings.")] = None,
 ) -> None:
     """Serve the gateway in front of the replicas. All settings: docs/settings.md (FLEET_*)."""
-    from gateway.server import serve as run
-
     flags: dict[str, Any] = {"host": host, "port": port, "replicas": replica, "store": store}
     try:
-        settings = load_settings(environ=os.environ, flags=flags, config=config)
-        run(settings)
+        settings = load_settings(
+            environ=os.environ, flags=flags | {"workers": workers}, config=config
+        )
+        with shared_counters(settings.workers):
+            from gateway.server import serve as run
+
+            status = run(settings)
     except (SettingsError, FleetError, OSError) as error:
         _fail(str(error))
+    sys.exit(status)
 
 
 @app.command()
@@ -178,6 +186,17 @@ def abort(
     """Abort rollouts: those named, or all."""
     body = {"request_ids": request_ids} if request_ids else {}
     console.print_json(data=_call("POST", url, "/abort_requests", body))
+
+
+@contextmanager
+def shared_counters(workers: int) -> Generator[None]:
+    """Let several workers count in files of one folder; the library looks for it when loaded."""
+    if workers == 1:
+        yield
+        return
+    with TemporaryDirectory(prefix="fleet-metrics-") as folder:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        yield
 
 
 def _need_torch() -> None:

@@ -5,14 +5,17 @@ Gauges are computed from the fleet's state when they are read, so they cannot dr
 
 from __future__ import annotations
 
+import os
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator
 from time import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from fleet.gate import Load
 from fleet.replica import ReplicaState
 from fleet.state import UNSET_VERSION, FleetState
 from gateway.gate import RolloutGate
@@ -27,6 +30,10 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._shared = CollectorRegistry()
+        self._is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+        if self._is_shared:
+            MultiProcessCollector(self._shared)
         self._rollouts: dict[tuple[str, int], Counter] = {}
         self.rollouts = Counter(
             "fleet_rollouts",
@@ -79,25 +86,40 @@ class Metrics:
         child.inc()
 
     def _forget_old_versions(self) -> None:
-        """Keep the label's values few: a training run commits thousands of versions."""
-        while len(self._rollouts) > SERIES_KEPT:
+        """Keep the label's values few: a training run commits thousands of versions.
+
+        Several workers count in files, from which the library takes nothing away.
+        """
+        while not self._is_shared and len(self._rollouts) > SERIES_KEPT:
             version, status = next(iter(self._rollouts))
             del self._rollouts[version, status]
             self.rollouts.remove(version, status * 100)
 
-    def observe(self, state_of: Callable[[], FleetState], gate: RolloutGate) -> None:
-        """Add the gauges that are read off the fleet's state."""
-        self.registry.register(_FleetCollector(state_of, gate))
+    def observe(
+        self,
+        state_of: Callable[[], FleetState],
+        gate: RolloutGate,
+        load_of: Callable[[], Load],
+    ) -> None:
+        """Add the gauges that are read off the fleet's state and off what is in hand here."""
+        registry = self._shared if self._is_shared else self.registry
+        registry.register(_FleetCollector(state_of, gate, load_of))
 
     def render(self) -> bytes:
-        """Return the exposition in Prometheus' text format."""
-        return generate_latest(self.registry)
+        """Return the exposition in Prometheus' text format, of all workers if there are several."""
+        return generate_latest(self._shared if self._is_shared else self.registry)
 
 
 class _FleetCollector(Collector):
-    def __init__(self, state_of: Callable[[], FleetState], gate: RolloutGate) -> None:
+    def __init__(
+        self,
+        state_of: Callable[[], FleetState],
+        gate: RolloutGate,
+        load_of: Callable[[], Load],
+    ) -> None:
         self._state_of = state_of
         self._gate = gate
+        self._load_of = load_of
 
     def collect(self) -> Iterator[Metric]:
         state = self._state_of()
@@ -137,12 +159,12 @@ class _FleetCollector(Collector):
         yield family
 
     def _rollouts(self) -> Iterator[Metric]:
-        gate = self._gate
-        yield GaugeMetricFamily("fleet_gate_held", "Rollouts waiting at the gate.", gate.held)
+        load = self._load_of()
+        yield GaugeMetricFamily("fleet_gate_held", "Rollouts waiting at the gate.", load.held)
         yield GaugeMetricFamily(
-            "fleet_gate_held_bytes", "Bytes of rollouts waiting at the gate.", gate.held_bytes
+            "fleet_gate_held_bytes", "Bytes of rollouts waiting at the gate.", load.held_bytes
         )
-        closed = gate.closed_since
+        closed = self._gate.closed_since
         yield GaugeMetricFamily(
             "fleet_gate_closed_seconds",
             "How long the gate has been closed, 0 while it is open.",
@@ -151,6 +173,6 @@ class _FleetCollector(Collector):
         family = GaugeMetricFamily(
             "fleet_rollouts_in_flight", "Rollouts at each replica.", labels=["replica"]
         )
-        for replica, count in gate.inflight.items():
+        for replica, count in load.inflight.items():
             family.add_metric([replica], count)
         yield family

@@ -15,6 +15,7 @@ from gateway.discovery import source_of
 from gateway.front import Front
 from gateway.logs import configure_logging
 from gateway.settings_model import Settings
+from gateway.workers import supervise
 
 KEEP_ALIVE_S = 75
 BACKLOG = 4096
@@ -53,8 +54,8 @@ class FleetServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM; running rollouts may end within the drain time.
+def serve(settings: Settings) -> int:
+    """Serve until SIGINT or SIGTERM, and return the exit status; running rollouts may end.
 
     Raises OSError if the port cannot be had, StoreUnavailable if the store does not answer, and
     SettingsError if replicas are to be found as pods and this is none.
@@ -64,6 +65,19 @@ def serve(settings: Settings) -> None:
     asyncio.run(_check_store(settings))
     source_of(settings)  # what it lacks is told here, in one line, and not while serving
     listening = _listen(settings)
+    if settings.workers == 1:
+        _serve_on(listening, settings)
+        return 0
+    listening.close()  # the port was free: from now on the workers share it
+    shared = _listen(settings, is_shared=True)
+    host, port = shared.getsockname()[:2]
+    settings = settings.model_copy(update={"host": host, "port": port})
+    return supervise(
+        settings.workers, lambda: _serve_on(_listen(settings, is_shared=True), settings)
+    )
+
+
+def _serve_on(listening: socket.socket, settings: Settings) -> None:
     application = create_app(settings)
     server = FleetServer(uvicorn_config(application, settings), application)
     _relax_collector()
@@ -91,10 +105,12 @@ async def _check_store(settings: Settings) -> None:
         await store.ping()
 
 
-def _listen(settings: Settings) -> socket.socket:
+def _listen(settings: Settings, *, is_shared: bool = False) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listening = socket.socket(family)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listening.bind((settings.host, settings.port))
     except OSError as error:

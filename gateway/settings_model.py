@@ -309,6 +309,9 @@ class Settings(_Group):
     store: Annotated[str, Field(repr=False)] = "memory://"
     """Where the state lives: `memory://`, `redis://`, `rediss://` or `unix://`. In memory it is
     lost with the process and cannot be shared by several gateways."""
+    workers: Count = 1
+    """Processes that serve the port, each a gateway of its own on a core of its own; more than one
+    meet in Redis, so they need such a store."""
     name: str = "fleet"
     """Name of the fleet, the prefix of its keys: several fleets may share one Redis."""
     pause_on_update: PauseOnUpdate = PauseOnUpdate.KEEP
@@ -358,6 +361,13 @@ class Settings(_Group):
     @classmethod
     def _known_store(cls, value: str) -> str:
         check_store_url(value)
+        return value
+
+    @field_validator("workers")
+    @classmethod
+    def _meet_somewhere(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and str(info.data.get("store", "")).startswith("memory:"):
+            raise ValueError("several workers meet in the store: set FLEET_STORE to redis://…")
         return value
 
     @field_validator("discovery")

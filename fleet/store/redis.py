@@ -222,11 +222,28 @@ class RedisStore:
 
     @contextmanager
     def _translated(self, verb: str, key: str) -> Generator[None]:
-        try:
-            yield
-        except (RedisError, OSError) as error:
-            fact = str(error) or type(error).__name__
-            raise StoreUnavailable(f"{verb} {key!r} at {self._where}: {fact}") from error
+        with _cancellation_kept():
+            try:
+                yield
+            except (RedisError, OSError) as error:
+                fact = str(error) or type(error).__name__
+                raise StoreUnavailable(f"{verb} {key!r} at {self._where}: {fact}") from error
+
+
+@contextmanager
+def _cancellation_kept() -> Generator[None]:
+    """Raise CancelledError at the end if the caller was cancelled and has not heard of it.
+
+    redis-py 8.1 sends under asyncio.wait_for, which before Python 3.12 loses a cancellation that
+    comes in the very moment when it is done: the caller would go on for ever.
+    """
+    task = asyncio.current_task()
+    asked_to_stop = task.cancelling() if task else 0
+    try:
+        yield
+    finally:
+        if task is not None and task.cancelling() > asked_to_stop:
+            raise asyncio.CancelledError
 
 
 class Feed:

@@ -176,3 +176,27 @@ async def _losing_one_answer(
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", seen
+
+
+@pytest.mark.parametrize("call", ["load", "publish", "swap"])
+async def test_a_cancelled_caller_ends_in_whatever_moment_that_comes(
+    call: str, redis_url: str
+) -> None:
+    """A task that loops over store calls is owned by somebody; a lost cancellation hangs its owner.
+
+    The cancellation comes after 0, 1, 2, … turns of the event loop, so at every step of a call.
+    """
+    async with open_store(redis_url, "tests") as store:
+        await CALLS[call](store)  # the connection is there
+
+        async def go_on() -> None:
+            while True:
+                await CALLS[call](store)
+
+        for turns in range(60):
+            task = asyncio.ensure_future(go_on())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            done, _ = await asyncio.wait({task}, timeout=2)
+            assert done, f"still running after a cancellation in turn {turns}"
