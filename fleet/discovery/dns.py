@@ -23,8 +23,6 @@ from fleet.endpoint import Snapshot
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 5.0
-
 
 class NameSource:
     """Tells the A and AAAA records of one name; every replica listens on one port."""
@@ -64,7 +62,7 @@ class NameSource:
         for kind in ("A", "AAAA"):
             try:
                 answer = await resolver.resolve(
-                    self._host, kind, raise_on_no_answer=False, lifetime=ANSWER_S, search=True
+                    self._host, kind, raise_on_no_answer=False, search=True
                 )
             except NXDOMAIN:
                 continue

@@ -300,6 +300,18 @@ def test_a_member_made_again_in_a_round_counts_as_restarted(phase: Phase) -> Non
     assert state.replicas["a:8000"].instance == "boot 2"
 
 
+def test_a_pods_uid_tells_a_restart_where_the_server_tells_no_instance() -> None:
+    """Its group knows none either, so an unknown instance would look like the same boot."""
+    gateway, state = fleet_with(pod("a", "one"))
+    state = state.with_replicas([change(state.replicas["a:8000"], instance=None)])
+    state = gateway.act(follow(state, PATHS[Phase.UPDATING]))
+    check_still_whole(state)
+    state = gateway.take(state, watched(pod("a", "two", created="2026-01-01T00:00:05Z")))
+    state = observe(state, "a:8000", Observation(topology=Topology(), version="default"), NOW)
+    with pytest.raises(MembershipChanged, match="restarted since init"):
+        check_still_whole(state)
+
+
 def test_a_container_that_restarts_stays_the_same_pod() -> None:
     """Probing tells the restart; the pod stays known, and so does that it is leaving."""
     gateway, state = fleet_with(pod("a"))
