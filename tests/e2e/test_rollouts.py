@@ -1,0 +1,188 @@
+"""Rollouts that nobody wrote for this gateway, and one that outlives the weights it began with."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.gateway_process import RunningGateway
+from tests.e2e.real_vllm import MODEL_NAME, RealFleet
+from tests.e2e.tiny_model import build_model, made_by
+from tests.e2e.trainer import joined_trainer
+
+REQUESTS = 240
+BENCH_S = 300.0
+PROMPT = [7, 300, 12, 45]
+TOKENS = 240
+WIDTH = 16  # prompts in one stream, so that it takes a second, not a fraction of one
+SOME = 5
+QUIET_S = 1.0  # the whole answer would have come in that time
+
+
+def test_vllms_own_benchmark_fails_no_request_while_weights_change(
+    gateway: RunningGateway, real_fleet: RealFleet, model_dir: Path, tmp_path: Path
+) -> None:
+    """`vllm bench serve` knows one URL; two updates pass under it, and every answer is whole."""
+    with joined_trainer(gateway.url, world_size=3) as trainer:
+        with benchmark(gateway.url, model_dir, tmp_path) as bench:
+            for seed in (91, 92):
+                gateway.wait_until(lambda: in_flight(gateway) > 0, BENCH_S)
+                trainer.send(seed)
+            assert bench.poll() is None, "it was over before the updates were"
+        assert bench.returncode == 0, (tmp_path / "bench.log").read_text()[-3000:]
+    told = json.loads((tmp_path / "bench.json").read_text())
+    assert (told["completed"], told["failed"]) == (REQUESTS, 0)
+    assert told["total_output_tokens"] == REQUESTS * 32
+    assert gateway.version == "2"
+    assert real_fleet.alive() == [True, True]
+    served = [replica["inflight"] for replica in gateway.get("/fleet/replicas")["replicas"]]
+    assert served == [0, 0]
+
+
+@pytest.mark.parametrize("paused_by", ["trainer", "round"])
+def test_a_stream_that_a_weight_update_interrupts_goes_on_with_the_new_weights(
+    gateway: RunningGateway, real_fleet: RealFleet, paused_by: str
+) -> None:
+    """One stream: tokens of the old weights, silence, tokens of the new ones, and none missing."""
+    before: int | None = None
+    with joined_trainer(gateway.url, world_size=3) as trainer:
+        trainer.send(101)
+        with streaming(gateway.url) as stream:
+            stream.read(until=SOME)
+            if paused_by == "trainer":
+                gateway.post("/pause?mode=keep")
+                with stream.read_by_a_thread():
+                    before = stream.wait_until_quiet()
+                    trainer.send(102)
+                    time.sleep(QUIET_S)
+                    assert len(stream.tokens) == before
+                    gateway.post("/resume")
+            else:
+                trainer.send(102)
+                stream.read()
+            check_stream(stream, before)
+    assert gateway.version == "2"
+    assert "fleet_rollouts_spanning_total 1.0" in httpx.get(f"{gateway.url}/metrics").text
+    assert real_fleet.alive() == [True, True]
+
+
+def check_stream(stream: "Stream", before: int | None) -> None:
+    """Its label is the first version's; the old weights made a beginning, the new ones the rest."""
+    assert stream.headers["X-Weight-Version"] == "1"
+    assert "X-Weight-Version-End" not in stream.headers
+    assert len(set(stream.ids)) == 1
+    assert (stream.reason, stream.is_over) == ("length", True)
+    assert len(stream.tokens) == TOKENS
+    old, new = build_model(101), build_model(102)
+    by_old = range(1, TOKENS + 1)
+    count = bisect_left(by_old, True, key=lambda n: not made_by(old, PROMPT, stream.tokens[:n]))
+    if before is not None:
+        assert before <= count
+        count = before
+    assert SOME <= count < TOKENS
+    assert made_by(new, PROMPT + stream.tokens[:count], stream.tokens[count:])
+
+
+@dataclass
+class Stream:
+    """A streamed completion, read on when asked to; its first choice is kept."""
+
+    headers: httpx.Headers
+    lines: Iterator[str]
+    tokens: list[int] = field(default_factory=list[int])
+    ids: list[str] = field(default_factory=list[str])
+    reason: str | None = None
+    is_over: bool = False
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def read(self, until: int = TOKENS + 1) -> None:
+        """Read on until so many tokens have come, or to the end."""
+        while len(self.tokens) < until and (line := next(self.lines, None)) is not None:
+            with self._changed:
+                self._take(line.removeprefix("data: "))
+                self._changed.notify_all()
+
+    @contextmanager
+    def read_by_a_thread(self) -> Generator[None]:
+        """Let a thread read to the end; it has when the context is left."""
+        thread = threading.Thread(target=self.read)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join(120)
+            assert not thread.is_alive()
+
+    def wait_until_quiet(self) -> int:
+        """Return how many tokens have come once no more are coming."""
+        with self._changed:
+            while self._changed.wait(QUIET_S):
+                pass
+            return len(self.tokens)
+
+    def _take(self, event: str) -> None:
+        if event == "[DONE]":
+            self.is_over = True
+        elif event:
+            chunk: Any = json.loads(event)
+            [choice] = chunk["choices"]
+            self.ids.append(chunk["id"])
+            if choice["index"] != 0:
+                return
+            self.tokens += choice["token_ids"] or ()
+            self.reason = choice["finish_reason"]
+
+
+@contextmanager
+def streaming(url: str) -> Generator[Stream]:
+    """A stream under way."""
+    body = {
+        "model": MODEL_NAME,
+        "prompt": [PROMPT] * WIDTH,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+        answer.raise_for_status()
+        yield Stream(answer.headers, answer.iter_lines())
+
+
+@contextmanager
+def benchmark(url: str, model_dir: Path, results: Path) -> Generator["subprocess.Popen[bytes]"]:
+    """Run `vllm bench serve` against a URL, to its end."""
+    command = [str(Path(sys.executable).with_name("vllm")), "bench", "serve"]
+    command += ["--base-url", url, "--model", MODEL_NAME, "--tokenizer", str(model_dir)]
+    command += ["--dataset-name", "random", "--random-input-len", "16"]
+    command += ["--random-output-len", "32", "--ignore-eos", "--num-prompts", str(REQUESTS)]
+    command += ["--max-concurrency", "32", "--disable-tqdm"]
+    command += ["--save-result", "--result-dir", str(results), "--result-filename", "bench.json"]
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with (results / "bench.log").open("wb") as log:
+        bench = subprocess.Popen(
+            command, env={**os.environ, **quiet}, stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        yield bench
+        bench.wait(BENCH_S)
+    finally:
+        bench.kill()
+        bench.wait()
+
+
+def in_flight(gateway: RunningGateway) -> int:
+    """How many rollouts the replicas have."""
+    return sum(replica["inflight"] for replica in gateway.get("/fleet/replicas")["replicas"])
