@@ -53,6 +53,7 @@ class NameSource:
                 known = after_answer(known, answer, time())
                 found = endpoints_of(known, self.name, self._port)
                 tell(Snapshot(source=self.name, endpoints=found))
+            _stop_if_cancelled()
             await asyncio.sleep(self._interval_s * random.uniform(0.9, 1.0))
 
     async def _ask(self) -> set[str]:
@@ -68,3 +69,14 @@ class NameSource:
                 continue
             found.update(str(record) for record in answer)
         return found
+
+
+def _stop_if_cancelled() -> None:
+    """Raise CancelledError if this task was cancelled and has not heard of it.
+
+    dnspython 2.9 waits under asyncio.wait_for, which before Python 3.12 loses a cancellation that
+    comes in the very moment when it is done.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

@@ -190,6 +190,22 @@ async def test_a_name_without_addresses_is_an_answer() -> None:
         await lists(told)
 
 
+async def test_a_source_stops_whenever_it_is_told_to() -> None:
+    """Also in the very moment when an answer comes, which Python 3.11 loses."""
+    async with name_server("10.0.0.1") as server:
+        for _ in range(60):
+            before = server.asked
+            source = NameSource(HOST, 8000, 0.001, server.resolver)
+            running = asyncio.ensure_future(source.run(lambda snapshot: None))
+            # On the same loop, so that the next turn is the answer's.
+            while server.asked == before:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            running.cancel()
+            await asyncio.wait({running}, timeout=5)
+            assert running.cancelled()
+
+
 def test_one_answer_that_lacks_an_address_says_nothing() -> None:
     """Caches and round robins cut answers short; two in a row count."""
     known = after_answer({}, {"10.0.0.1", "10.0.0.2"}, 0.0)
