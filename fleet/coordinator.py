@@ -99,6 +99,7 @@ class Coordinator:
         self._options = options
         self._me = me
         self._running: set[str] = set()
+        self._told: dict[str, str] = {}
 
     async def init(self, body: InitBody, call: CallId) -> Outcomes:
         """Freeze the membership and let every replica join the trainer's group at its own ranks.
@@ -229,14 +230,11 @@ class Coordinator:
         """Note that the last call's answer reached nobody, for a retry elsewhere; never raises."""
 
         def change(state: FleetState) -> FleetState:
-            ended = state.ended
-            if ended is None or ended.holder.gateway != self._me:
+            if state.ended is None or state.ended.holder.token != token:
                 return state
-            if not call.repeats(ended.holder.call):
-                return state
-            kept = msgspec.structs.replace(ended, undelivered=True)
-            return msgspec.structs.replace(state, ended=kept)
+            return _marked_undelivered(state, undelivered=True)
 
+        token = self._told.get(call.name)
         try:
             await self._ledger.amend(change)
         except FleetError as error:
@@ -259,6 +257,9 @@ class Coordinator:
         was_undone = state.ended.was_lost and state.phase is Phase.INITIALIZED
         if was_undone and state.ended.holder.what == "start":
             return None
+        self._told = {call.name: state.ended.holder.token}
+        if state.ended.undelivered:  # from here on it counts as delivered: an equal call is new
+            await self._ledger.amend(lambda s: _marked_undelivered(s, undelivered=False))
         return answer_again(state.ended, state)
 
     def _meeting(self, call: CallId, state: FleetState) -> Meeting:
@@ -337,6 +338,7 @@ class Coordinator:
         errand.token = holder.token if holder else None
         if holder is not None:
             self._running.add(holder.token)
+            self._told = {holder.call.name: holder.token}
         try:
             await self._carry_out(event, errand)
         finally:
@@ -396,6 +398,13 @@ class Coordinator:
     def _failure(self, errand: Errand) -> FleetError | None:
         errors = (error_of(answer, self._ledger.state) for answer in errand.answers)
         return next((error for error in errors if error is not None), None)
+
+
+def _marked_undelivered(state: FleetState, *, undelivered: bool) -> FleetState:
+    if state.ended is None:
+        return state
+    ended = msgspec.structs.replace(state.ended, undelivered=undelivered)
+    return msgspec.structs.replace(state, ended=ended)
 
 
 def _one_backend(candidates: list[Replica]) -> str | None:

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
 from fleet.sim import SimFleet, SimOptions, SimReplica
 from fleet.sim.log import ControlCall
 from gateway.settings_model import Settings, Timeouts
-from tests.gateway.serving import Served, serve
+from tests.gateway.serving import serve
 from tests.waiting import wait_until
 
 NAMES = ("embed", "layer.0", "layer.1", "head")
@@ -29,12 +29,21 @@ def fast(**times: float) -> Timeouts:
     return Timeouts(**({"probe_s": 0.2} | times))
 
 
+class Seen(Protocol):
+    """A gateway, in this process or another: what a Case needs of it."""
+
+    @property
+    def http(self) -> httpx.AsyncClient: ...
+    async def fleet(self) -> dict[str, Any]: ...
+    async def states(self) -> dict[str, str]: ...
+
+
 @dataclass
 class Case:
     """A gateway and the replicas behind it, seen from both ends."""
 
     sim: SimFleet
-    served: Served
+    served: Seen
 
     @property
     def http(self) -> httpx.AsyncClient:
