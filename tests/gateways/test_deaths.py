@@ -203,8 +203,10 @@ async def test_a_failed_call_is_told_to_a_retry_elsewhere_as_it_was(
     redis_url: str, tmp_path: Path
 ) -> None:
     """The retry reads who failed, though another gateway made the calls."""
-    short = {"FLEET_TIMEOUTS__UPDATE_S": "2"}
-    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path, **short) as several:
+    async with (
+        SimFleet(nccl(2)) as sim,
+        gateways(sim, redis_url, tmp_path, FLEET_TIMEOUTS__UPDATE_S="2") as several,
+    ):
         here, there = several.case(0), several.case(1)
         await here.first_sync("1")
         await here.start()
