@@ -9,9 +9,11 @@ PIP_FLAGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 ROUTER := .tools/vllm-router/bin/vllm-router
+CHART := .tools/chart
+CHART_TOOLS := $(CHART)/installed.sha256
 
 .DEFAULT_GOAL := help
-.PHONY: help venv redis demo test check format e2e bench bench-rollouts clean
+.PHONY: help venv redis demo test test-chart chart-docs check format e2e bench bench-rollouts clean
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,7 +35,19 @@ demo: venv ## Run the main job on simulated replicas, start to end
 	$(BIN)/fleet demo
 
 test: venv redis ## Run all tests that need no vLLM
-	$(BIN)/python -m pytest -m 'not e2e and not bench' --ignore=tests/e2e
+	$(BIN)/python -m pytest -m 'not e2e and not bench' --ignore=tests/e2e --ignore=tests/chart
+
+test-chart: venv redis $(CHART_TOOLS) ## Test the Helm chart and the Dockerfile (installs a real Helm)
+	$(BIN)/python -m pytest tests/chart
+
+chart-docs: venv $(CHART_TOOLS) ## Write the chart's table of values and its schema of settings anew
+	$(BIN)/python -m tests.chart.values_schema
+	$(CHART)/node_modules/.bin/readme-generator --values helm/values.yaml --readme helm/README.md
+
+$(CHART_TOOLS): $(wildcard tests/chart/tools/*.*)
+	@command -v npm >/dev/null || sh .ci/apt nodejs npm
+	$(PYTHON) tests/chart/tools/install.py $(CHART)
+	@touch $@
 
 check: venv ## Run every static check: format, lint, types, import contracts, size, spelling
 	$(BIN)/ruff format --check .

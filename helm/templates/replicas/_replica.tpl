@@ -1,8 +1,8 @@
 {{/*
 A replica's pod: dict "root" $ "role" "single", "leader" or "worker".
 
-Nothing in it depends on the chart's version or on the gateway's values, or an upgrade of the
-gateway would restart every model server. `role` worker has no HTTP: no port, no probes, no leave.
+Nothing in it depends on the chart's version or on the gateway's image and settings, or an upgrade
+of the gateway would restart every model server. `role` worker has no HTTP: no port, no probes.
 */}}
 {{- define "vllm-fleet-gateway.replica.template" -}}
 {{- $root := .root }}
@@ -69,12 +69,12 @@ spec:
       livenessProbe:
         httpGet: {path: /health, port: http}
         {{- toYaml $r.livenessProbe | nindent 8 }}
+      {{- end }}
       {{- if $r.leave.enabled }}
       lifecycle:
         preStop:
           exec:
             command: [python3, /etc/fleet/leave/leave.py]
-      {{- end }}
       {{- end }}
       securityContext:
         {{- toYaml $r.securityContext | nindent 8 }}
@@ -89,7 +89,7 @@ spec:
           mountPath: /scratch
         - name: models
           mountPath: {{ $r.modelCache.mountPath }}
-        {{- if and $serves $r.leave.enabled }}
+        {{- if $r.leave.enabled }}
         - name: leave
           mountPath: /etc/fleet/leave
           readOnly: true
@@ -184,13 +184,19 @@ spec:
       name: {{ include "vllm-fleet-gateway.auth.secret" $root }}
       key: {{ . }}
 {{- end }}
-{{- if and (ne .role "worker") $r.leave.enabled }}
+{{- if $r.leave.enabled }}
 - name: LEAVE_GATEWAY
   value: http://{{ include "vllm-fleet-gateway.fullname" $root }}.{{ $root.Release.Namespace }}.svc.{{ $root.Values.clusterDomain }}:{{ $root.Values.gateway.service.port }}
+- name: LEAVE_HOST
+  value: {{ ternary "$(LWS_LEADER_ADDRESS)" "$(POD_IP)" (eq .role "worker") }}
 - name: LEAVE_PORT
   value: {{ $r.port | quote }}
 - name: LEAVE_TIMEOUT_S
   value: {{ $r.leave.timeoutSeconds | quote }}
+{{- if eq .role "worker" }}
+- name: LEAVE_AFTER_LEADER_S
+  value: {{ $r.shutdownTimeoutSeconds | quote }}
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -226,7 +232,7 @@ spec:
   persistentVolumeClaim:
     claimName: {{ ternary $r.modelCache.existingClaim (printf "%s-models" (include "vllm-fleet-gateway.fullname" $root)) (eq $r.modelCache.kind "existingClaim") }}
 {{- end }}
-{{- if and (ne .role "worker") $r.leave.enabled }}
+{{- if $r.leave.enabled }}
 - name: leave
   configMap:
     name: {{ include "vllm-fleet-gateway.fullname" $root }}-leave

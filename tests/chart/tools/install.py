@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FILES = ("install.py", "package.json", "package-lock.json", "requirements.txt")
+NODE_FILES = ("package.json", "package-lock.json", "check_custom.mjs")
+FILES = ("install.py", "requirements.txt", *NODE_FILES)
 STAMP = "installed.sha256"
 
 
@@ -101,7 +102,7 @@ def helm_in(package: Path) -> bytes:
 
 def install_node_packages(target: Path) -> None:
     """Install what package-lock.json says, without running scripts of packages."""
-    for name in ("package.json", "package-lock.json"):
+    for name in NODE_FILES:
         shutil.copy(HERE / name, target / name)
     quiet = ("--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error")
     run("npm", "ci", *quiet, cwd=target)
