@@ -12,9 +12,10 @@ old list. What is taken over is
 To leave means: no new rollouts and no place in the next group, at once; what runs may end. It is
 a mark (`Replica.leaving`), and lifting it loses nothing. Only a pod that is gone is removed, and a
 member of an open round not before the round is over: until then it is marked lost, and the rules
-of the round (`rounds.py`, `membership.py`) say what follows. That a member of a round is not Ready
-counts neither during the round nor for GRACE_S after it, for an engine that is busy in a
-collective may answer no readiness probe, and the kubelet tells it late and takes it back late.
+of the round (`rounds.py`, `membership.py`) say what follows. A member that ceases to be Ready in a
+round is excused until GRACE_S after that round (not after the next ones), for an engine that is
+busy in a collective may answer no readiness probe, and the kubelet tells it late and takes it back
+late.
 """
 
 from __future__ import annotations
@@ -39,18 +40,29 @@ FORGET_S = 600.0
 GONE = "its pod is gone"
 
 
+class Excuse(msgspec.Struct, frozen=True):
+    """The round to which not being Ready is put down, and until when (seconds since the epoch)."""
+
+    round: int
+    until: float
+
+
+NONE = Excuse(-1, 0.0)
+
+
 class View(msgspec.Struct, frozen=True, kw_only=True):
     """What one gateway has seen of its source, and what of it has not been acted on yet.
 
-    Keys are uids. `busy` are those last seen in an open round; `excused` says until when (seconds
-    since the epoch) not being Ready is put down to one.
+    Keys are uids. `busy` has the open round in which each one was seen last time; `seats` the last
+    round of each, as an excuse for who ceases to be Ready now; `outages` those who have ceased.
     """
 
     present: dict[str, Endpoint] = {}
     arrived: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
-    busy: frozenset[str] = frozenset()
-    excused: dict[str, float] = {}
+    busy: dict[str, int] = {}
+    seats: dict[str, Excuse] = {}
+    outages: dict[str, Excuse] = {}
     has_looked: bool = False
 
 
@@ -74,12 +86,21 @@ def see(view: View, snapshot: Snapshot, known_before: Iterable[str] = ()) -> Vie
 
 
 def excuse(view: View, state: FleetState, now: float) -> View:
-    """Return the view in which members of a round, until a while after it, may be not Ready."""
+    """Return the view in which it is known who may be not Ready because of a round."""
     names = {uid: replica_id(endpoint.url) for uid, endpoint in view.present.items()}
-    busy = frozenset(uid for uid, name in names.items() if is_busy(state, name))
-    valid = {uid: until for uid, until in view.excused.items() if uid in names and until > now}
-    prolonged = dict.fromkeys(busy | (view.busy & names.keys()), now + GRACE_S)
-    return change(view, busy=busy, excused=valid | prolonged)
+    number = state.round.id if state.round else 0
+    busy = {uid: number for uid, name in names.items() if is_busy(state, name)}
+    before = {uid: number for uid, number in view.busy.items() if uid in names}
+    valid = {u: seat for u, seat in view.seats.items() if u in names and seat.until > now}
+    fresh = {u: Excuse(number, now + GRACE_S) for u, number in (before | busy).items()}
+    seats = valid | fresh
+    outages: dict[str, Excuse] = {}
+    for uid, endpoint in view.present.items():
+        if endpoint.unready:
+            outage = view.outages.get(uid) or seats.get(uid, NONE)
+            goes_on = outage.round in (busy.get(uid), before.get(uid))
+            outages[uid] = Excuse(outage.round, now + GRACE_S) if goes_on else outage
+    return change(view, busy=busy, seats=seats, outages=outages)
 
 
 def settle(state: FleetState, view: View, now: float) -> FleetState:
@@ -104,9 +125,8 @@ def acted_on(view: View, state: FleetState) -> View:
 
 
 def next_due(view: View, now: float) -> float | None:
-    """Return in how many seconds an excuse that somebody needs ends; None if nobody does."""
-    away = {uid for uid, endpoint in view.present.items() if endpoint.unready}
-    ends = [max(0.0, until - now) for uid, until in view.excused.items() if uid in away]
+    """Return in how many seconds an excuse ends; None if nobody has one."""
+    ends = [outage.until - now for outage in view.outages.values() if outage.until > now]
     return min(ends, default=None)
 
 
@@ -131,7 +151,7 @@ def _attend(state: FleetState, view: View, uid: str, endpoint: Endpoint, now: fl
         return _join(state, endpoint, name, now) if may_join else state
     origin = replica.origin
     if origin is not None and origin.uid == uid:
-        return _mark(state, replica, endpoint, is_excused=view.excused.get(uid, 0.0) > now)
+        return _mark(state, replica, endpoint, is_excused=view.outages.get(uid, NONE).until > now)
     if origin is not None and origin.created and endpoint.origin.created:
         is_newer = (endpoint.origin.created, uid) > (origin.created, origin.uid)
         return _take_over(state, replica, endpoint, now) if is_newer else state

@@ -240,6 +240,25 @@ def test_a_member_that_is_told_not_ready_just_after_the_round_is_excused_too() -
     assert gateway.act(state, NOW + 200) is state
 
 
+def test_an_outage_that_outlasts_its_round_is_not_excused_by_the_next() -> None:
+    """Who trains all the time would never hear of a pod that is really ill."""
+    gateway, state = in_phase(Phase.UPDATING, pod("a"), pod("b"))
+    away = pod("a", revision=11, unready=NOT_READY)
+    assert gateway.take(state, watched(away, pod("b"))) is state
+    state = gateway.act(change(state, phase=Phase.INITIALIZED), NOW + 100)
+    assert state.round is not None
+    second = change(state.round, id=state.round.id + 1)
+    state = gateway.act(change(state, phase=Phase.UPDATING, round=second), NOW + 110)
+    assert state.replicas["a:8000"].leaving is None
+    ill = watched(away, pod("b", revision=12, unready=NOT_READY))
+    state = gateway.take(state, ill, NOW + 100 + GRACE_S + 0.1)
+    assert state.replicas["a:8000"].leaving == NOT_READY
+    assert state.replicas["b:8000"].leaving is None, "its outage began in this round"
+    state = gateway.take(state, watched(pod("a", revision=13), pod("b")), NOW + 140)
+    ill = watched(pod("a", revision=14, unready=NOT_READY), pod("b"))
+    assert gateway.take(state, ill, NOW + 141) is state
+
+
 @pytest.mark.parametrize("phase", FREE)
 def test_outside_a_round_a_member_is_not_excused(phase: Phase) -> None:
     """It is marked, not lost: a start goes on with it."""
