@@ -28,12 +28,20 @@ FAMILIES: dict[str, Family] = {
     "nccl": Family.RANKED,
     "sparse_nccl": Family.RANKED,
     "gloo": Family.RANKED,
+    "sparse_gloo": Family.RANKED,
     "ipc": Family.SAME,
     "sharded_rdt": Family.SHARDED,
     "nccl_m2n": Family.SINGLE,
 }
 
-SPARSE_BACKENDS = frozenset({"sparse_nccl"})
+INIT = "/init_weight_transfer_engine"
+START = "/start_weight_update"
+START_DRAFT = "/start_draft_weight_update"
+UPDATE = "/update_weights"
+FINISH = "/finish_weight_update"
+SHUTDOWN = "/shutdown_weight_transfer_engine"
+
+SPARSE_BACKENDS = frozenset({"sparse_nccl", "sparse_gloo"})
 
 
 def family_of(backend: str | None, init_info: Mapping[str, Any]) -> Family:

@@ -10,8 +10,6 @@ refused to enter it. Here an answer that says no ends the wait, and that answer 
 Rank 0 is the only sender. Other trainer ranks run the source's own collectives and nothing else.
 """
 
-import threading
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
@@ -24,14 +22,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from fleet.backends import gloo_plugin
-from fleet.backends.gloo_group import DEFAULT_TIMEOUT_S, GlooError, GlooGroup, join_group
+from fleet.backends.gloo_calls import answer_or_breakage, call_beside, meet_workers
+from fleet.backends.gloo_group import DEFAULT_TIMEOUT_S, GlooError, GlooGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     import torch
-
-_LAST_WORD_S = 10.0  # after a broken collective: how long the other side may take to say why
 
 
 @dataclass
@@ -93,7 +90,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         _check_single_sender(_declared(source))
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         if engine.is_sender:
-            engine._group = _rendezvous(client, init_info)
+            engine._group = meet_workers(client, init_info)
         return engine
 
     def send_weights(self) -> None:
@@ -123,71 +120,18 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
 
     def _transfer(self, group: GlooGroup, declared: list[ParamMeta]) -> None:
         update_info = _update_info([] if declared == self._sent else declared)
-        answer = _call(lambda: self.client.update_weights(update_info), on_failure=group.close)
+        answer = call_beside(
+            lambda: self.client.update_weights(update_info), on_failure=group.close
+        )
         try:
             for tensor in _checked(self._source, declared):
                 group.broadcast(tensor, src=0)
         except GlooError as error:
-            _raise_answer(answer, error)
+            raise answer_or_breakage(answer, error) from error
         except BaseException:
             group.close()  # the workers wait for tensors that will not come
             raise
         answer.result()
-
-
-def _rendezvous(client: VLLMWeightSyncClient, init_info: GlooTrainerInitInfo) -> GlooGroup:
-    refused = threading.Event()
-    answer = _call(
-        lambda: client.init_weight_transfer_engine(init_info.worker_payload()),
-        on_failure=refused.set,
-    )
-    try:
-        group = join_group(
-            init_info.master_address,
-            init_info.master_port,
-            init_info.rank,
-            init_info.world_size,
-            timeout_s=init_info.timeout_s,
-            cancelled=refused,
-        )
-    except GlooError:
-        if refused.is_set():
-            answer.result()
-        raise
-    try:
-        answer.result()
-    except BaseException:
-        group.close()
-        raise
-    return group
-
-
-def _call(function: "Callable[[], None]", *, on_failure: "Callable[[], None]") -> "Future[None]":
-    """Run `function` beside the collective, in a thread that no exit waits for."""
-    answer: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:
-            answer.set_exception(error)
-            on_failure()
-        else:
-            answer.set_result(None)
-
-    threading.Thread(target=run, name="gloo-call", daemon=True).start()
-    return answer
-
-
-def _raise_answer(answer: "Future[None]", broken: GlooError) -> None:
-    """Raise why the other side failed, if it says so soon, else that the group broke."""
-    try:
-        answer.result(timeout=_LAST_WORD_S)
-    except TimeoutError:
-        raise broken from None
-    except Exception as error:
-        raise error from broken
-    raise broken
 
 
 def _declared(source: WeightSource) -> list[ParamMeta]:

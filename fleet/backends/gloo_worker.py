@@ -70,7 +70,7 @@ class GlooWeightTransferUpdateInfo(WeightTransferUpdateInfo):
 
     def empty_tensors(self, device: torch.device) -> "Iterator[tuple[str, torch.Tensor]]":
         """Yield each name with memory for its tensor; ValueError for an unknown dtype, first."""
-        dtypes = [_dtype(name) for name in self.dtype_names]
+        dtypes = [dtype_of(name) for name in self.dtype_names]
         for name, dtype, shape in zip(self.names, dtypes, self.shapes, strict=True):
             yield name, torch.empty(shape, dtype=dtype, device=device)
 
@@ -93,15 +93,7 @@ class GlooWeightTransferEngine(
         """Join the trainer's group, leaving any earlier one; blocks until all ranks are there."""
         self.shutdown()
         self._previous.clear()
-        parallel = self.parallel_config
-        in_deployment = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._group = join_group(
-            init_info.master_address,
-            init_info.master_port,
-            init_info.rank_offset + in_deployment,
-            init_info.world_size,
-            timeout_s=init_info.timeout_s,
-        )
+        self._group = join_as_worker(init_info, self.parallel_config)
 
     def start_weight_update(self) -> None:
         """Open the layerwise reload, through which checkpoint-format tensors are loaded.
@@ -157,7 +149,20 @@ class GlooWeightTransferEngine(
                 self.model.load_weights([(name, tensor)])
 
 
-def _dtype(name: str) -> torch.dtype:
+def join_as_worker(init_info: GlooWeightTransferInitInfo, parallel: Any) -> GlooGroup:
+    """Join at this worker's own rank; `parallel` is the deployment's vLLM ParallelConfig."""
+    in_deployment = parallel.data_parallel_index * parallel.world_size + parallel.rank
+    return join_group(
+        init_info.master_address,
+        init_info.master_port,
+        init_info.rank_offset + in_deployment,
+        init_info.world_size,
+        timeout_s=init_info.timeout_s,
+    )
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of this name, as vLLM names it. Raises ValueError for an unknown one."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"gloo weight transfer: {name!r} is no torch dtype")

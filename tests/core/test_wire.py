@@ -35,7 +35,9 @@ def bodies(
     return [init_info_for(family, info, layout, slot) for slot in layout.slots], layout
 
 
-@pytest.mark.parametrize("backend", ["nccl", "sparse_nccl", "gloo", "modelexpress", None])
+@pytest.mark.parametrize(
+    "backend", ["nccl", "sparse_nccl", "gloo", "sparse_gloo", "modelexpress", None]
+)
 def test_a_ranked_backend_gets_cumulative_offsets_and_one_world_size(backend: str | None) -> None:
     """Also one that nobody knows, if it sends both rank fields."""
     info = {**RENDEZVOUS, "rank_offset": 1, "world_size": 8}
