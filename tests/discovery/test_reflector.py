@@ -13,6 +13,7 @@ import pytest
 
 from fleet.discovery.api import ApiServer
 from fleet.discovery.kubernetes import Pace, PodSource
+from fleet.discovery.patience import Backoff
 from fleet.endpoint import Endpoint, Snapshot
 from fleet.owner import task_owner
 from tests.discovery.fake_api import FakeApi, a_pod, fake_api
@@ -268,7 +269,7 @@ async def test_who_may_not_watch_still_lists(tmp_path: Path) -> None:
             await seen.has("a", "b")
 
 
-async def test_who_is_refused_asks_ever_more_rarely_and_tells_nothing(
+async def test_who_is_refused_tells_nothing_and_goes_on_asking(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """403 on the list: the log says why, in the server's words, and rights granted later work."""
@@ -282,12 +283,20 @@ async def test_who_is_refused_asks_ever_more_rarely_and_tells_nothing(
 
             await wait_until(refused)
             assert seen.snapshots == []
-            gaps = [b.at - a.at for a, b in zip(api.asked, api.asked[1:], strict=False)]
-            assert gaps[5] > gaps[0]
             api.forbidden.clear()
             await seen.has("a")
     told = [getattr(record, "error", "") for record in caplog.records]
     assert "403: pods is forbidden: may not list" in told
+
+
+def test_the_delay_doubles_up_to_its_bound_and_is_never_quite_the_same() -> None:
+    """Else all gateways would come back in one moment, to a server that has just come back."""
+    backoff = Backoff(0.1, 2.0)
+    for longest_s in (0.1, 0.2, 0.4, 0.8, 1.6, *[2.0] * 100):
+        assert longest_s / 2 <= backoff.next_s() <= longest_s
+    assert len({backoff.next_s() for _ in range(20)}) > 10
+    backoff.reset()
+    assert backoff.next_s() <= 0.1
 
 
 async def test_a_new_token_is_used_as_soon_as_it_is_there(tmp_path: Path) -> None:
