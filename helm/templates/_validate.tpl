@@ -18,8 +18,8 @@
 {{- if and .Values.store.url .Values.store.existingSecret }}
 {{- fail "store.url and store.existingSecret: set one of them" }}
 {{- end }}
-{{- if and (not (include "vllm-fleet-gateway.store.shared" .)) (or .Values.gateway.autoscaling.enabled (gt (int .Values.gateway.replicas) 1)) }}
-{{- fail "gateway.replicas: more than one gateway needs a shared store; set redis.enabled=true, store.url or store.existingSecret, or gateway.replicas=1" }}
+{{- if and (not (include "vllm-fleet-gateway.store.shared" .)) (or .Values.gateway.autoscaling.enabled (gt (int .Values.gateway.replicas) 1) (gt (int .Values.gateway.settings.workers) 1)) }}
+{{- fail "gateway.replicas: more than one gateway (or worker) needs a shared store; set redis.enabled=true, store.url or store.existingSecret, or gateway.replicas=1" }}
 {{- end }}
 {{- if and .Values.gateway.autoscaling.enabled (gt (int .Values.gateway.autoscaling.minReplicas) (int .Values.gateway.autoscaling.maxReplicas)) }}
 {{- fail "gateway.autoscaling: minReplicas is above maxReplicas" }}

@@ -14,6 +14,7 @@ from tests.chart.helm import CHART, HELMS, RELEASE, HelmFailed, environment, hel
 from tests.chart.values_schema import SCHEMA
 from tests.chart.values_schema import render as schema_text
 
+MORE = r"more than one gateway \(or worker\) needs a shared store"
 DIGEST = "sha256:" + "b" * 64
 
 
@@ -53,12 +54,13 @@ def test_the_schema_refuses(name: str, value: str, where: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "values", "said"),
     [
-        ("default", ["redis.enabled=false"], "more than one gateway needs a shared store"),
+        ("default", ["redis.enabled=false"], MORE),
         (
             "one-gpu-node",
             ["gateway.autoscaling.enabled=true"],
-            "more than one gateway needs a shared store",
+            MORE,
         ),
+        ("one-gpu-node", ["gateway.settings.workers=4"], MORE),
         ("default", ['store.url="redis://there:6379"'], "one store is enough"),
         ("external-redis", ['store.url="redis://there:6379"'], "set one of them"),
         ("default", ['auth.existingSecret="tokens"'], "auth.secretKeys"),
