@@ -21,7 +21,7 @@ import msgspec
 
 from fleet import wire
 from fleet.bodies import FinishBody, InitBody, UpdateBody, check_version
-from fleet.calls import CallId, Holder, Meeting, earlier
+from fleet.calls import CallId, Holder
 from fleet.errors import (
     DeadlinePassed,
     FleetError,
@@ -34,6 +34,7 @@ from fleet.errors import (
 from fleet.events import (
     Action,
     Answered,
+    CommitRequested,
     Event,
     FinishRequested,
     HolderLost,
@@ -42,6 +43,7 @@ from fleet.events import (
     ResetRequested,
     SendFinish,
     SendInit,
+    SendResume,
     SendShutdown,
     SendStart,
     SendUpdate,
@@ -67,10 +69,10 @@ from fleet.options import FleetOptions
 from fleet.outcome import Outcome
 from fleet.performer import Errand, Performer
 from fleet.registry import Registry
-from fleet.replay import answer_again, in_doubt
 from fleet.replica import Replica
+from fleet.retries import Calls
 from fleet.rounds import IllegalTransition, advance
-from fleet.state import FleetState, Group, Phase
+from fleet.state import Group
 
 log = logging.getLogger(__name__)
 
@@ -90,16 +92,14 @@ class Coordinator:
         registry: Registry,
         fan_out: FanOut,
         options: FleetOptions,
-        me: str,
+        calls: Calls,
     ) -> None:
         self._ledger = ledger
         self._performer = performer
         self._registry = registry
         self._fan_out = fan_out
         self._options = options
-        self._me = me
-        self._running: set[str] = set()
-        self._told: dict[str, str] = {}
+        self._calls = calls
 
     async def init(self, body: InitBody, call: CallId) -> Outcomes:
         """Freeze the membership and let every replica join the trainer's group at its own ranks.
@@ -108,7 +108,7 @@ class Coordinator:
         DeadlinePassed after.
         """
         self._check_form(body.init_info)
-        if (before := await self._met(call)) is not None:
+        if (before := await self._calls.met(call)) is not None:
             return before
         self._require(InitRequested, "init")
         await self._registry.settle()
@@ -123,13 +123,13 @@ class Coordinator:
             return msgspec.json.encode({"init_info": info})
 
         errand = Errand(body_of=body_of, names=wire.announced_in_init(family, body.init_info))
-        holder = self._hold("init", call)
+        holder = self._calls.hold("init", call)
         await self._drive(InitRequested(now=time(), group=group, holder=holder), errand)
         return errand.outcomes[SendInit]
 
     async def start(self, call: CallId, *, draft: bool = False) -> Outcomes:
         """Close the gate, pause, and open a session on every member; undo it all if one refuses."""
-        if (before := await self._met(call)) is not None:
+        if (before := await self._calls.met(call)) is not None:
             return before
         self._require(StartRequested, "start")
         await self._registry.verify(self._members())
@@ -141,14 +141,14 @@ class Coordinator:
             by=call.by,
             draft=draft,
             auto_pause=auto_pause,
-            holder=self._hold("start", call),
+            holder=self._calls.hold("start", call),
         )
         await self._drive(event, errand)
         return errand.outcomes[SendStart]
 
     async def update(self, body: UpdateBody, call: CallId) -> Outcomes:
         """Send the trainer's bytes to every member at once; answer at the first failure."""
-        if (before := await self._met(call)) is not None:
+        if (before := await self._calls.met(call)) is not None:
             return before
         layout = self._check_update(body)
         slots = {slot.replica: slot for slot in layout.slots}
@@ -157,7 +157,7 @@ class Coordinator:
             names=body.names or (),
         )
         event = UpdateRequested(
-            now=time(), announces=bool(body.names), holder=self._hold("update", call)
+            now=time(), announces=bool(body.names), holder=self._calls.hold("update", call)
         )
         await self._drive(event, errand)
         return errand.outcomes[SendUpdate]
@@ -165,7 +165,7 @@ class Coordinator:
     async def finish(self, body: FinishBody, call: CallId) -> Outcomes:
         """Close every session; when the last member has arrived, the version commits."""
         check_version(body.weight_version)
-        if (before := await self._met(call)) is not None:
+        if (before := await self._calls.met(call)) is not None:
             return before
         self._require(FinishRequested, "finish")
         state = self._ledger.state
@@ -182,10 +182,24 @@ class Coordinator:
             auto_version=self._options.auto_version,
             full=full,
             names_key=names_key,
-            holder=self._hold("finish", call),
+            holder=self._calls.hold("finish", call),
         )
         await self._drive(event, errand)
         return errand.outcomes[SendFinish]
+
+    async def commit(self, round_id: int, call: CallId) -> Outcomes:
+        """Commit a failed finish for those that completed it, and let them serve again.
+
+        Raises WrongPhase unless the round is the current one, a full update, and finished by some.
+        """
+        if (before := await self._calls.met(call)) is not None:
+            return before
+        self._require(CommitRequested, "commit")
+        errand = Errand()
+        holder = self._calls.hold("commit", call)
+        event = CommitRequested(now=time(), by=call.by, round=round_id, holder=holder)
+        await self._drive(event, errand)
+        return errand.outcomes.get(SendResume, {})
 
     async def shutdown(self) -> Outcomes:
         """Let the members leave the trainer's group; refused while a round is open."""
@@ -201,7 +215,7 @@ class Coordinator:
         """
         state = self._ledger.state
         silent = self._fan_out.in_flight()
-        if state.holder is not None and state.holder.gateway != self._me:
+        if state.holder is not None and state.holder.gateway != self._calls.me:
             silent |= in_collective(state)  # who is in flight there, nobody knows here
         errand = Errand()
         await self._drive(
@@ -209,66 +223,18 @@ class Coordinator:
         )
         return errand.outcomes.get(Unpause, {})
 
-    # -- calls of other gateways -------------------------------------------------------------------
-
-    def carries(self, token: str) -> bool:
-        """Whether the call that holds the fleet with this token is on its way here."""
-        return token in self._running
+    # -- a call whose gateway is gone -------------------------------------------------------------
 
     async def take_over(self, lost: Holder) -> None:
         """Carry on, as far as that is safe, a call whose gateway is gone; never raises."""
         why = f"gateway {lost.gateway} was lost while its {lost.what} was on its way"
         log.warning("call taken over", extra={"lost": lost.gateway, "call": lost.what})
-        holder = msgspec.structs.replace(lost, gateway=self._me, token=uuid4().hex)
+        holder = msgspec.structs.replace(lost, gateway=self._calls.me, token=uuid4().hex)
         event = HolderLost(now=time(), why=why, lost=lost.token, holder=holder)
         try:
             await self._drive(event, Errand())
         except FleetError as error:
             log.warning("after a take-over", extra={"error": error.message})
-
-    async def undelivered(self, call: CallId) -> None:
-        """Note that the last call's answer reached nobody, for a retry elsewhere; never raises."""
-
-        def change(state: FleetState) -> FleetState:
-            if state.ended is None or state.ended.holder.token != token:
-                return state
-            return _marked_undelivered(state, undelivered=True)
-
-        token = self._told.get(call.name)
-        try:
-            await self._ledger.amend(change)
-        except FleetError as error:
-            log.warning("undelivered answer not noted", extra={"error": error.message})
-
-    async def _met(self, call: CallId) -> Outcomes | None:
-        """Return the result of the call that this one repeats, or None if it is a new one."""
-        state = self._ledger.state
-        meeting = self._meeting(call, state)
-        if meeting is Meeting.ON_ITS_WAY:
-            state = await self._ledger.until(
-                lambda s: s.holder is None or not call.repeats(s.holder.call)
-            )
-            is_over = state.ended is not None and call.repeats(state.ended.holder.call)
-            meeting = Meeting.ANSWERED if is_over else Meeting.NONE
-        if state.ended is None or meeting is Meeting.NONE:
-            return None
-        if meeting is Meeting.IN_DOUBT:
-            raise in_doubt(state.ended)
-        was_undone = state.ended.was_lost and state.phase is Phase.INITIALIZED
-        if was_undone and state.ended.holder.what == "start":
-            return None
-        self._told = {call.name: state.ended.holder.token}
-        if state.ended.undelivered:  # from here on it counts as delivered: an equal call is new
-            await self._ledger.amend(lambda s: _marked_undelivered(s, undelivered=False))
-        return answer_again(state.ended, state)
-
-    def _meeting(self, call: CallId, state: FleetState) -> Meeting:
-        return earlier(
-            call, state.holder, state.ended, me=self._me, alive=state.gateways, now=time()
-        )
-
-    def _hold(self, what: str, call: CallId) -> Holder:
-        return Holder(gateway=self._me, token=uuid4().hex, what=what, call=call, since=time())
 
     # -- planning ----------------------------------------------------------------------------------
 
@@ -336,14 +302,8 @@ class Coordinator:
         """Apply the event and everything that follows from it; raise what it means if it failed."""
         holder = event.holder if isinstance(event, Requested) else None
         errand.token = holder.token if holder else None
-        if holder is not None:
-            self._running.add(holder.token)
-            self._told = {holder.call.name: holder.token}
-        try:
+        with self._calls.carrying(holder):
             await self._carry_out(event, errand)
-        finally:
-            if holder is not None:
-                self._running.discard(holder.token)
 
     async def _carry_out(self, event: Event, errand: Errand) -> None:
         actions = await self._ledger.apply(event)
@@ -398,13 +358,6 @@ class Coordinator:
     def _failure(self, errand: Errand) -> FleetError | None:
         errors = (error_of(answer, self._ledger.state) for answer in errand.answers)
         return next((error for error in errors if error is not None), None)
-
-
-def _marked_undelivered(state: FleetState, *, undelivered: bool) -> FleetState:
-    if state.ended is None:
-        return state
-    ended = msgspec.structs.replace(state.ended, undelivered=undelivered)
-    return msgspec.structs.replace(state, ended=ended)
 
 
 def _one_backend(candidates: list[Replica]) -> str | None:

@@ -59,6 +59,13 @@ class FinishRequested(Requested, frozen=True, kw_only=True):
     auto_version: bool = True
 
 
+class CommitRequested(Requested, frozen=True, kw_only=True):
+    """An operator commits a failed finish for those that completed it; `round` is its id."""
+
+    by: str
+    round: int
+
+
 class ShutdownRequested(Requested, frozen=True, kw_only=True):
     """A trainer gives its group back."""
 

@@ -15,7 +15,7 @@ from fleet.errors import LayoutUnsupported, MembershipChanged
 from fleet.layout import Layout, count_workers
 from fleet.outcome import Outcome, Result, had_no_session
 from fleet.replica import Replica, Sleep, Topology, why_left_out
-from fleet.state import IN_COLLECTIVE, ROUND_OPEN, UNSET_VERSION, FleetState, Group
+from fleet.state import IN_COLLECTIVE, ROUND_OPEN, UNSET_VERSION, FleetState, Group, TrainerPause
 from fleet.wire import SPARSE_BACKENDS
 
 change = msgspec.structs.replace
@@ -139,7 +139,21 @@ def relabelled(state: FleetState, replicas: Iterable[str], version: str) -> Flee
     return marked(state, holders, holds=state.commit_index, version=version)
 
 
-def adopt_versions(state: FleetState) -> FleetState:
+def adopt(state: FleetState, now: float) -> FleetState:
+    """Learn from the replicas what a store that knows nothing cannot tell: version and pause."""
+    return _adopt_pause(_adopt_version(state), now)
+
+
+def _adopt_pause(state: FleetState, now: float) -> FleetState:
+    """A fleet that is paused as a whole was paused by somebody, whose resume must open the gate."""
+    known = [r for r in state.replicas.values() if r.known and r.lost is None and not r.sleep]
+    if state.pause is not None or not known or not all(r.paused for r in known):
+        return state
+    found = TrainerPause(mode="keep", clear_cache=False, by="found paused at start", since=now)
+    return change(state, pause=found)
+
+
+def _adopt_version(state: FleetState) -> FleetState:
     """Learn the committed version from the replicas when the store knows none.
 
     If every replica that answers has the same version, that is the fleet's; if they differ,

@@ -56,6 +56,7 @@ from fleet.names import announce
 from fleet.options import FleetOptions
 from fleet.outcome import Outcome, Result, had_no_session
 from fleet.replica_client import Call, ReplicaClient
+from fleet.wire import FINISH, INIT, SHUTDOWN, START, START_DRAFT, UPDATE
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +64,6 @@ A = TypeVar("A", bound=Answered)
 Outcomes = dict[str, Outcome]
 Body = bytes | memoryview | None
 
-INIT = "/init_weight_transfer_engine"
-START = "/start_weight_update"
-START_DRAFT = "/start_draft_weight_update"
-UPDATE = "/update_weights"
-FINISH = "/finish_weight_update"
-SHUTDOWN = "/shutdown_weight_transfer_engine"
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from enum import Enum, auto
 from functools import partial
 from time import time
 
@@ -22,23 +23,36 @@ from fleet.ledger import Ledger
 from fleet.membership import (
     Observation,
     add_replica,
-    adopt_versions,
+    adopt,
     in_collective,
+    marked,
     observe,
     remove_replica,
 )
 from fleet.options import FleetOptions, Placement
+from fleet.outcome import had_no_session
 from fleet.probe import explain_silence, glance, identify, same_instance
 from fleet.replica import Replica
-from fleet.replica_client import ReplicaClient
-from fleet.state import FleetState
+from fleet.replica_client import Call, ReplicaClient
+from fleet.state import UNSET_VERSION, FleetState
+from fleet.wire import FINISH
 
 log = logging.getLogger(__name__)
 
 SETTLE_S = 4.0
 """How long to wait for survivors of a broken group: gloo lets go of them after about 2 s."""
+SWEEP_S = 2.0
+"""How long the first look at a replica may take: the gateway serves nobody before it is over."""
 SLICES = 10
 """In how many parts a sweep is cut, so that probing hundreds of replicas is no burst."""
+
+
+class _Look(Enum):
+    """How much one look asks: alive and which version; the same boot; everything."""
+
+    GLANCE = auto()
+    CLOSELY = auto()
+    WHOLLY = auto()
 
 
 class Registry:
@@ -109,21 +123,44 @@ class Registry:
 
     async def suspect(self, replica: str) -> None:
         """Look at a replica that has just broken a connection; never raises."""
-        await self._look_quietly([replica], closely=True)
+        await self._look_quietly([replica], _Look.CLOSELY)
 
-    async def _look_quietly(self, replicas: Iterable[str], *, closely: bool = False) -> None:
+    async def _look_quietly(self, replicas: Iterable[str], how: _Look = _Look.GLANCE) -> None:
         known = self._ledger.state.replicas
         try:
-            await self._look([known[r] for r in replicas if r in known], closely=closely)
+            await self._look([known[r] for r in replicas if r in known], how)
         except StoreUnavailable as error:
             log.warning("probes not written", extra={"error": error.message})
         except Exception:  # a bug in probing must not end the gateway that carries the rollouts
             log.exception("bug in probing")
 
     async def sweep(self) -> None:
-        """Look once at every replica that is not busy inside a collective."""
-        await self._look(self._ledger.state.replicas.values(), closely=False)
+        """Hold what the store says of each replica against the replica, once, before serving.
+
+        Who sits in a collective or does not answer at once is left to the probes.
+        """
+        was_empty = self._store_was_empty
+        await self._look(self._ledger.state.replicas.values(), _Look.WHOLLY)
+        if was_empty:
+            await self._close_forgotten_sessions()
         self.swept.set()
+
+    async def _close_forgotten_sessions(self) -> None:
+        """Fence who had an update open of which the store knows nothing: it may hold half of it.
+
+        Only a finish tells: who has no session refuses it. Servers that nobody has updated or
+        paused before are not asked.
+        """
+        known = [r for r in self._ledger.state.replicas.values() if r.may_join_group()]
+        if not any(r.paused or r.version not in (None, UNSET_VERSION) for r in known):
+            return
+        finish = Call("POST", FINISH, fresh=True)
+        attempts = {r.id: partial(self._client.call, r.url, finish) for r in known}
+        outcomes = await self._fan_out.ask(attempts, self._options.deadlines.control_s)
+        mixed = [r for r, outcome in outcomes.items() if not had_no_session(outcome)]
+        if mixed:
+            why = "an update was open here of which the store knows nothing"
+            await self._ledger.amend(lambda s: marked(s, mixed, fence=why, holds=None))
 
     async def settle(self) -> None:
         """Give those a moment who only waited for the culprit of a failed collective.
@@ -135,15 +172,16 @@ class Registry:
     async def verify(self, replicas: Iterable[str]) -> None:
         """Look closely at these replicas now, so that a decision rests on what is, not what was."""
         known = self._ledger.state.replicas
-        await self._look([known[r] for r in replicas if r in known], closely=True)
+        await self._look([known[r] for r in replicas if r in known], _Look.CLOSELY)
 
-    async def _look(self, replicas: Iterable[Replica], *, closely: bool) -> None:
+    async def _look(self, replicas: Iterable[Replica], how: _Look) -> None:
         busy = self._fan_out.in_flight() | in_collective(self._ledger.state)
         before = {r.id: r for r in replicas if r.id not in busy}
         began = self._ledger.state
-        seen = await self._fan_out.look(
-            {name: partial(self._observe, replica, closely) for name, replica in before.items()}
+        looks = await self._fan_out.look(
+            {name: partial(self._observe, replica, how) for name, replica in before.items()}
         )
+        seen = {name: look for name, look in looks.items() if look is not None}
         now = time()
         is_first = self._store_was_empty and bool(seen)
         self._store_was_empty = self._store_was_empty and not is_first
@@ -153,29 +191,33 @@ class Registry:
                 fresh = _less_what_has_changed(observation, before[replica], state)
                 fresh = _less_honest_silence(fresh, replica, began, state)
                 state = observe(state, replica, fresh, now)
-            return adopt_versions(state) if is_first else state
+            return adopt(state, now) if is_first else state
 
         after = await self._ledger.amend(change)
         for name, replica in before.items():
             _tell(replica, after.replicas.get(name))
 
-    async def _observe(self, replica: Replica, closely: bool) -> Observation:
+    async def _observe(self, replica: Replica, how: _Look) -> Observation | None:
         limit_s = self._options.deadlines.probe_s
+        is_first = how is _Look.WHOLLY
         try:
-            async with asyncio.timeout(limit_s):
-                seen = await self._ask(replica, closely)
+            async with asyncio.timeout(min(limit_s, SWEEP_S) if is_first else limit_s):
+                seen = await self._ask(replica, how)
         except TimeoutError:
+            if is_first:
+                return None
             return await explain_silence(self._client, replica.url, limit_s)
         if replica.wedged and seen.lost is None and replica.id not in self._fan_out.in_flight():
             return msgspec.structs.replace(seen, unwedged=True)
         return seen
 
-    async def _ask(self, replica: Replica, closely: bool) -> Observation:
+    async def _ask(self, replica: Replica, how: _Look) -> Observation:
         client, url = self._client, replica.url
-        if closely and replica.instance and not _looks_new(replica):
+        is_known = how is not _Look.WHOLLY and not _looks_new(replica)
+        if is_known and how is _Look.CLOSELY and replica.instance:
             if await same_instance(client, url, replica.instance):
                 return Observation()
-        elif not closely and not _looks_new(replica):
+        elif is_known and how is _Look.GLANCE:
             seen = await glance(client, url)
             if seen.lost is not None or seen.version == replica.version:
                 return seen

@@ -24,7 +24,7 @@ from fleet.controls import Controls
 from fleet.coordinator import Coordinator
 from fleet.errors import FleetError
 from fleet.fanout import FanOut
-from fleet.follow import follow
+from fleet.follow import begin_to_follow
 from fleet.journal import Journal
 from fleet.ledger import Ledger
 from fleet.options import Deadlines, FleetOptions, Placement
@@ -33,6 +33,7 @@ from fleet.peers import Peers
 from fleet.performer import Performer
 from fleet.registry import Registry
 from fleet.replica_client import ReplicaClient, open_client
+from fleet.retries import Calls
 from fleet.store import Store, open_store
 from gateway.aborting import abort_here
 from gateway.asgi import Receive, Scope, Send
@@ -105,17 +106,17 @@ async def open_gateway(settings: Settings) -> AsyncGenerator[Gateway]:
     ):
         gateway = await _assemble(settings, options, store, client, owner)
         await gateway.peers.beat()
+        if source is not None:
+            await begin_to_follow(source, gateway.ledger, owner)
         await gateway.registry.add(settings.replicas)
         if source is None and not gateway.ledger.state.replicas:
             log.warning(
                 "no replicas yet: --replica, FLEET_REPLICAS or POST /fleet/replicas adds them"
             )
-        await gateway.registry.sweep()
         beating = gateway.peers.run(settings.timeouts.lease_renew_s)
         owner.create_task(beating, name="gateways")
+        await gateway.registry.sweep()
         owner.create_task(gateway.registry.run(), name="probe replicas")
-        if source is not None:
-            owner.create_task(follow(source, gateway.ledger), name="follow discovery")
         owner.create_task(gateway.journal.run(), name="write events")
         yield gateway
         gateway.rollouts.upstreams.close()
@@ -131,7 +132,7 @@ async def _assemble(
     owner: asyncio.TaskGroup,
 ) -> Gateway:
     ledger = await Ledger.open(store, settings.name)
-    gate = RolloutGate(settings.gate, settings.routing.policy)
+    gate = RolloutGate(settings.gate, settings.routing.policy, settings.min_replicas)
     ledger.watch(gate.follow)
     journal = Journal(store)
     ledger.listen(journal.note)
@@ -142,14 +143,15 @@ async def _assemble(
     peers = Peers(ledger, gate, fan_out.spawn, where=where, lease_s=options.lease_s)
     metrics.observe(lambda: ledger.state, gate, partial(peers.load, only_here=True))
     performer = Performer(ledger, client, fan_out, peers, options)
-    coordinator = Coordinator(ledger, performer, registry, fan_out, options, peers.me)
-    peers.runs, peers.take_over = coordinator.carries, coordinator.take_over
+    calls = Calls(ledger, peers.me)
+    coordinator = Coordinator(ledger, performer, registry, fan_out, options, calls)
+    peers.runs, peers.take_over = calls.carries, coordinator.take_over
 
     def suspect(replica: str) -> None:
         fan_out.spawn(registry.suspect(replica), name=f"verify {replica}")
 
     async def undelivered(call: ControlCall) -> None:
-        await coordinator.undelivered(CallId(by="", name=call.name))
+        await calls.undelivered(CallId(by="", name=call.name))
 
     rollouts = Rollouts(gate, metrics, settings, suspect)
     desk = Desk(

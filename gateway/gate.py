@@ -63,8 +63,10 @@ class _Waiting:
 class RolloutGate:
     """Admits rollouts of this gateway to eligible replicas."""
 
-    def __init__(self, settings: GateSettings, policy: str) -> None:
+    def __init__(self, settings: GateSettings, policy: str, min_replicas: int = 0) -> None:
         self._settings = settings
+        self._min_replicas = min_replicas
+        self._too_few: str | None = None
         self._choose = POLICIES[policy].choose
         self.key_of = POLICIES[policy].key_of
         self._line: dict[_Waiting, None] = {}
@@ -88,7 +90,9 @@ class RolloutGate:
     def follow(self, state: FleetState) -> None:
         """Take over a new state of the fleet; whoever may go now, goes."""
         self._state = state
-        self._eligible = {} if state.fleet_paused else {r.id: r for r in state.ready()}
+        self._too_few = self._why_too_few(state)
+        is_open = not state.fleet_paused and self._too_few is None
+        self._eligible = {r.id: r for r in state.ready()} if is_open else {}
         self._eligible_ids = list(self._eligible)
         self.version = state.weight_version or UNSET_VERSION
         self.kv = state.kv
@@ -209,6 +213,14 @@ class RolloutGate:
 
     # -- pieces -----------------------------------------------------------------------------------
 
+    def _why_too_few(self, state: FleetState) -> str | None:
+        if not self._min_replicas:
+            return None
+        there = sum(r.may_join_group() for r in state.replicas.values())
+        if there >= self._min_replicas:
+            return None
+        return f"{there} replicas are there, at least {self._min_replicas} are needed"
+
     def _may_go(self, min_version: str | None) -> bool:
         leased = monotonic() < self._lease_until
         return leased and bool(self._eligible) and self._has_committed(min_version)
@@ -255,6 +267,8 @@ class RolloutGate:
     def _check_room(self, size: int) -> None:
         if self._is_stopping:
             raise _stopping()
+        if self._too_few is not None:
+            raise NoEligibleReplica(self._too_few, hint=_RETRY)
         if self._settings.mode is GateMode.REJECT:
             raise GateOverflow("the fleet is changing its weights", hint=_RETRY)
         full = len(self._line) >= self._settings.max_held

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fleet.events import (
+    CommitRequested,
     Event,
     FinishArrived,
     FinishFailed,
@@ -79,7 +80,7 @@ def everyone(state: FleetState, outcome: Outcome = OK, **others: Outcome) -> dic
 
 
 def events_for(state: FleetState) -> list[Event]:
-    """Return one event of each of the 19 kinds, fit for this state."""
+    """Return one event of each of the 20 kinds, fit for this state."""
     good = everyone(state)
     bad = good | dict.fromkeys(list(good)[:1], FAILED)
     return [
@@ -99,6 +100,7 @@ def events_for(state: FleetState) -> list[Event]:
         FinishArrived(now=NOW, outcomes=good),
         FinishFailed(now=NOW, outcomes=bad),
         Resumed(now=NOW, outcomes=good),
+        CommitRequested(now=NOW, by="operator", round=state.round.id if state.round else 0),
         ShutdownRequested(now=NOW),
         HolderLost(now=NOW, why="gateway g was lost"),
         ResetRequested(now=NOW, by="operator"),

@@ -15,7 +15,7 @@ from fleet.membership import marked
 from fleet.state import ROUND_OPEN, FleetState
 from gateway.auth import Right, authorise
 from gateway.context import Gateway, gateway_of
-from gateway.desk import caller_of
+from gateway.desk import call_of, caller_of
 from gateway.routes.control import nothing, told
 from gateway.views import fleet_view, layout_view, replicas_view, round_view
 
@@ -126,6 +126,20 @@ async def fence(request: Request, replica: str) -> Response:
     """Bar a replica from rollouts until a full update."""
     why = f"an operator asked for it ({caller_of(request)})"
     return await _mark(request, replica, fence=why, holds=None)
+
+
+@router.post("/rounds/{round_id}/commit")
+async def commit(request: Request, round_id: int) -> Response:
+    """Commit a failed finish for the members that completed it; the others stay fenced."""
+    gateway = gateway_of(request)
+
+    async def act(_: None) -> dict[str, Any]:
+        outcomes = await gateway.coordinator.commit(round_id, call_of(request))
+        state = gateway.ledger.state
+        fenced = {r.id: r.fence for r in state.replicas.values() if r.fence}
+        return {"weight_version": state.weight_version, "fenced": fenced, **told(outcomes)}
+
+    return await gateway.desk.serve(request, nothing, act, right=Right.OPERATOR)
 
 
 @router.post("/reset")

@@ -1,0 +1,110 @@
+"""The calls that this gateway carries, and how a call meets an earlier one, wherever that was made.
+
+`calls.py` decides from the state alone; here are the waiting, the telling and the noting down.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from time import time
+from uuid import uuid4
+
+import msgspec
+
+from fleet.calls import CallId, Ended, Holder, Meeting, earlier
+from fleet.errors import FleetError
+from fleet.ledger import Ledger
+from fleet.outcome import Outcome
+from fleet.replay import answer_again, in_doubt
+from fleet.state import FleetState, Phase
+
+log = logging.getLogger(__name__)
+change = msgspec.structs.replace
+
+
+class Calls:
+    """Knows which calls are on their way here, and tells retries what became of others."""
+
+    def __init__(self, ledger: Ledger, me: str) -> None:
+        self.me = me
+        self._ledger = ledger
+        self._carried: set[str] = set()
+        self._told: dict[str, str] = {}
+
+    def hold(self, what: str, call: CallId) -> Holder:
+        """Return the claim of a new call on the fleet, with a token that nobody has had."""
+        return Holder(gateway=self.me, token=uuid4().hex, what=what, call=call, since=time())
+
+    @contextmanager
+    def carrying(self, holder: Holder | None) -> Generator[None]:
+        """Say that a call is on its way here, for as long as the context lasts."""
+        if holder is None:
+            yield
+            return
+        self._carried.add(holder.token)
+        self._told = {holder.call.name: holder.token}
+        try:
+            yield
+        finally:
+            self._carried.discard(holder.token)
+
+    def carries(self, token: str) -> bool:
+        """Whether the call that holds the fleet with this token is on its way here."""
+        return token in self._carried
+
+    async def met(self, call: CallId) -> dict[str, Outcome] | None:
+        """Return the result of the call that this one repeats, or None if it is a new one.
+
+        Waits while that is on its way at another gateway. Raises what it ended with, and Refused
+        if nobody can know whether this is a repetition.
+        """
+        state = self._ledger.state
+        meeting = self._meeting(call, state)
+        if meeting is Meeting.ON_ITS_WAY:
+            state = await self._ledger.until(
+                lambda s: s.holder is None or not call.repeats(s.holder.call)
+            )
+            is_over = state.ended is not None and call.repeats(state.ended.holder.call)
+            meeting = Meeting.ANSWERED if is_over else Meeting.NONE
+        if state.ended is None or meeting is Meeting.NONE:
+            return None
+        if meeting is Meeting.IN_DOUBT:
+            raise in_doubt(state.ended)
+        if _was_taken_back(state.ended, state):
+            return None
+        return await self._tell(call, state.ended)
+
+    async def undelivered(self, call: CallId) -> None:
+        """Note that the last call's answer reached nobody, for a retry elsewhere; never raises."""
+        token = self._told.get(call.name)
+        try:
+            await self._ledger.amend(lambda s: _noted(s, token, undelivered=True))
+        except FleetError as error:
+            log.warning("undelivered answer not noted", extra={"error": error.message})
+
+    async def _tell(self, call: CallId, ended: Ended) -> dict[str, Outcome]:
+        """Answer as it was; from here on it counts as delivered, so that an equal call is new."""
+        token = ended.holder.token
+        self._told = {call.name: token}
+        if ended.undelivered:
+            await self._ledger.amend(lambda s: _noted(s, token, undelivered=False))
+        return answer_again(ended, self._ledger.state)
+
+    def _meeting(self, call: CallId, state: FleetState) -> Meeting:
+        return earlier(
+            call, state.holder, state.ended, me=self.me, alive=state.gateways, now=time()
+        )
+
+
+def _was_taken_back(ended: Ended, state: FleetState) -> bool:
+    """Whether a start is as if it had never been asked for, so that its retry starts anew."""
+    is_start = ended.holder.what == "start"
+    return is_start and ended.was_lost and state.phase is Phase.INITIALIZED
+
+
+def _noted(state: FleetState, token: str | None, *, undelivered: bool) -> FleetState:
+    if state.ended is None or state.ended.holder.token != token:
+        return state
+    return change(state, ended=change(state.ended, undelivered=undelivered))
