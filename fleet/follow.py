@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from time import time
 
 from fleet.discovery.base import Source
@@ -26,9 +27,30 @@ RETRY_S = 1.0
 """After the store did not answer, or after a bug."""
 
 
-async def follow(source: Source, ledger: Ledger) -> None:
-    """Keep the fleet in line with what the source lists, for ever."""
-    follower = _Follower(source.name, ledger)
+FIRST_S = 10.0
+"""How long a gateway that knows nothing waits for the first list before it serves."""
+
+
+async def begin_to_follow(source: Source, ledger: Ledger, owner: asyncio.TaskGroup) -> None:
+    """Start `follow`; where no version is known, return when it has acted on its first snapshot.
+
+    What an empty store does not know is learnt from all replicas at once, before serving
+    (`Registry.sweep`), so they must have been found by then. Later ones are newcomers.
+    """
+    acted = asyncio.Event()
+    owner.create_task(follow(source, ledger, acted), name="follow discovery")
+    if ledger.state.commit_index == 0:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_S):
+                await acted.wait()
+
+
+async def follow(source: Source, ledger: Ledger, acted: asyncio.Event | None = None) -> None:
+    """Keep the fleet in line with what the source lists, for ever.
+
+    `acted` is set once a first snapshot has been acted on.
+    """
+    follower = _Follower(source.name, ledger, acted or asyncio.Event())
     ledger.watch(follower.note)
     async with asyncio.TaskGroup() as group:
         group.create_task(_for_ever(lambda: source.run(follower.tell)), name="discover replicas")
@@ -47,9 +69,10 @@ async def _for_ever(work: Callable[[], Awaitable[None]]) -> None:
 class _Follower:
     """What has been told, and since when this gateway knows what it knows."""
 
-    def __init__(self, source: str, ledger: Ledger) -> None:
+    def __init__(self, source: str, ledger: Ledger, acted: asyncio.Event) -> None:
         self._source = source
         self._ledger = ledger
+        self._acted = acted
         self._view = View()
         self._known_since: dict[str, float] = {}
         self._news = asyncio.Event()
@@ -91,6 +114,8 @@ class _Follower:
             _tell(before, after)
         if self._view is view:  # else something was told meanwhile, and is acted on next
             self._view = acted_on(view, self._ledger.state)
+        if view.has_looked:
+            self._acted.set()
 
     async def _wait(self) -> None:
         due_s = next_due(self._view, time())

@@ -106,8 +106,6 @@ async def open_gateway(settings: Settings) -> AsyncGenerator[Gateway]:
     ):
         gateway = await _assemble(settings, options, store, client, owner)
         await gateway.peers.beat()
-        if source is not None:
-            await begin_to_follow(source, gateway.ledger, owner)
         await gateway.registry.add(settings.replicas)
         if source is None and not gateway.ledger.state.replicas:
             log.warning(
@@ -115,6 +113,8 @@ async def open_gateway(settings: Settings) -> AsyncGenerator[Gateway]:
             )
         beating = gateway.peers.run(settings.timeouts.lease_renew_s)
         owner.create_task(beating, name="gateways")
+        if source is not None:
+            await begin_to_follow(source, gateway.ledger, owner)
         await gateway.registry.sweep()
         owner.create_task(gateway.registry.run(), name="probe replicas")
         owner.create_task(gateway.journal.run(), name="write events")

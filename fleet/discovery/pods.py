@@ -1,8 +1,8 @@
 """Pods as the API server tells them, and the endpoints they are. Pure.
 
 Only the fields named here are decoded. Kubernetes API conventions: a resource version is a string;
-those of one object are compared as numbers here, which Kubernetes promises since 1.35 and etcd has
-always given.
+those of one object are compared as numbers here, which Kubernetes promises since 1.35 (KEP-5504)
+and etcd has always given.
 """
 
 from __future__ import annotations

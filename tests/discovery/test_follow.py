@@ -261,6 +261,19 @@ async def test_the_gateway_starts_without_an_api_server_and_finds_pods_later() -
             await Cluster(sim, served, api).await_states("ready")
 
 
+async def test_a_gateway_without_a_store_learns_the_version_from_all_pods_at_once() -> None:
+    """Restarted over memory://: nobody is stale only because somebody else was looked at first."""
+    async with fake_api() as api, SimFleet(nccl(12)) as sim, httpx.AsyncClient() as http:
+        for replica in sim.replicas:
+            await api.put(pod_of(replica))
+            label = {"new_version": "7"}
+            await http.post(f"{replica.url}/update_weight_version", json=label)
+        async with serve(settings_for(api)) as served:
+            fleet = Cluster(sim, served, api)
+            assert await fleet.states() == ["ready"] * 12
+            assert await fleet.version() == "7"
+
+
 async def test_addresses_of_a_name_come_and_go() -> None:
     """The same with DNS: one that is listed no more takes no rollouts, and may come back."""
     async with name_server("127.0.0.1") as server, SimFleet(nccl(1)) as sim:
