@@ -8,6 +8,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ REQUESTS = 240
 BENCH_S = 300.0
 PROMPT = [7, 300, 12, 45]
 TOKENS = 240
-WIDTH = 16  # prompts in one stream, so that it takes a second, not a fraction of one
+CROWD = 96  # prompts beside it on each server, so that it takes seconds, not a fraction of one
 SOME = 5
 QUIET_S = 1.0  # the whole answer would have come in that time
 
@@ -34,6 +35,7 @@ def test_vllms_own_benchmark_fails_no_request_while_weights_change(
     gateway: RunningGateway, real_fleet: RealFleet, model_dir: Path, tmp_path: Path
 ) -> None:
     """`vllm bench serve` knows one URL; two updates pass under it, and every answer is whole."""
+    gateway.wait_for_states("ready", "ready")
     with joined_trainer(gateway.url, world_size=3) as trainer:
         with benchmark(gateway.url, model_dir, tmp_path) as bench:
             for seed in (91, 92):
@@ -56,24 +58,32 @@ def test_a_stream_that_a_weight_update_interrupts_goes_on_with_the_new_weights(
 ) -> None:
     """One stream: tokens of the old weights, silence, tokens of the new ones, and none missing."""
     before: int | None = None
-    with joined_trainer(gateway.url, world_size=3) as trainer:
+    gateway.wait_for_states("ready", "ready")
+    with (
+        joined_trainer(gateway.url, world_size=3) as trainer,
+        httpx.Client(base_url=gateway.url, timeout=60) as http,
+    ):
         trainer.send(101)
-        with streaming(gateway.url) as stream:
+        trainer.take(102)
+        with crowd(gateway) as others, streaming(http) as stream:
+            http.get("/health")  # from here on nothing is slow but what is tested
             stream.read(until=SOME)
             if paused_by == "trainer":
-                gateway.post("/pause?mode=keep")
+                http.post("/pause?mode=keep").raise_for_status()
                 with stream.read_by_a_thread():
                     before = stream.wait_until_quiet()
-                    trainer.send(102)
+                    trainer.engine.send_weights()
                     time.sleep(QUIET_S)
                     assert len(stream.tokens) == before
-                    gateway.post("/resume")
+                    http.post("/resume").raise_for_status()
             else:
-                trainer.send(102)
+                trainer.engine.send_weights()
                 stream.read()
             check_stream(stream, before)
+    assert {other.status_code for other in others} == {200}
+    ends = {(a.headers["X-Weight-Version"], a.headers.get("X-Weight-Version-End")) for a in others}
+    assert ends <= {("1", None), ("1", "2"), ("2", None)}
     assert gateway.version == "2"
-    assert "fleet_rollouts_spanning_total 1.0" in httpx.get(f"{gateway.url}/metrics").text
     assert real_fleet.alive() == [True, True]
 
 
@@ -96,7 +106,7 @@ def check_stream(stream: "Stream", before: int | None) -> None:
 
 @dataclass
 class Stream:
-    """A streamed completion, read on when asked to; its first choice is kept."""
+    """A streamed completion, read on when asked to."""
 
     headers: httpx.Headers
     lines: Iterator[str]
@@ -138,27 +148,52 @@ class Stream:
             chunk: Any = json.loads(event)
             [choice] = chunk["choices"]
             self.ids.append(chunk["id"])
-            if choice["index"] != 0:
-                return
             self.tokens += choice["token_ids"] or ()
             self.reason = choice["finish_reason"]
 
 
 @contextmanager
-def streaming(url: str) -> Generator[Stream]:
+def streaming(http: httpx.Client) -> Generator[Stream]:
     """A stream under way."""
-    body = {
+    body = body_of(PROMPT) | {"stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        answer.raise_for_status()
+        yield Stream(answer.headers, answer.iter_lines())
+
+
+@contextmanager
+def crowd(gateway: RunningGateway) -> Generator[list[httpx.Response]]:
+    """Keep both servers busy with one large rollout after the other; all have ended at the end."""
+    body = body_of([PROMPT] * CROWD)
+    answers: list[httpx.Response] = []
+    enough = threading.Event()
+
+    def keep_asking() -> None:
+        with httpx.Client(base_url=gateway.url, timeout=120) as http:
+            while not enough.is_set():
+                answers.append(http.post("/v1/completions", json=body))
+
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(keep_asking) for _ in range(2)]
+        try:
+            gateway.wait_until(lambda: in_flight(gateway) == 2)
+            yield answers
+        finally:
+            enough.set()
+        for asker in asking:
+            asker.result()
+
+
+def body_of(prompt: Any) -> dict[str, Any]:
+    """Ask for TOKENS greedy tokens."""
+    return {
         "model": MODEL_NAME,
-        "prompt": [PROMPT] * WIDTH,
+        "prompt": prompt,
         "max_tokens": TOKENS,
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
-        "stream": True,
     }
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
-        answer.raise_for_status()
-        yield Stream(answer.headers, answer.iter_lines())
 
 
 @contextmanager

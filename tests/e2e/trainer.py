@@ -40,12 +40,16 @@ class TinyTrainer:
 
     def send(self, seed: int) -> None:
         """Take the weights of `seed` and send them with the stock `send_weights()`."""
+        self.take(seed)
+        self.engine.send_weights()
+
+    def take(self, seed: int) -> None:
+        """Take the weights of `seed`; they go out with the next `send_weights()`."""
         with torch.no_grad():
             for mine, new in zip(
                 self.model.parameters(), build_model(seed).parameters(), strict=True
             ):
                 mine.copy_(new)
-        self.engine.send_weights()
 
     def explains(self, prompt_ids: list[int], tokens: list[int]) -> bool:
         """Whether `tokens` is what the weights now in `model` append greedily to `prompt_ids`."""
