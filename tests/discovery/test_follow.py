@@ -59,6 +59,15 @@ class Cluster(Case):
         """Take one replica's pod away."""
         await self.api.delete(f"vllm-{index}")
 
+    async def caught_up(self) -> None:
+        """Wait until the gateway has seen everything up to now: events come in order."""
+        await self.api.put(a_pod("marker", "127.0.0.1:1"))
+
+        async def seen() -> bool:
+            return "127.0.0.1:1" in await self.served.states()
+
+        await wait_until(seen)
+
     async def reason(self, index: int) -> str:
         """Why one replica is in its state."""
         told = (await self.http.get("/fleet/replicas")).json()["replicas"]
@@ -130,9 +139,10 @@ async def test_a_member_that_is_not_ready_because_it_is_busy_stays_in_its_round(
     """The update arrives everywhere, commits, and everyone serves again at once."""
     async with cluster(2) as fleet:
         assert (await fleet.init()).status_code == 200
-        call = await _hold_update(fleet, 0, 1.0)
+        call = await _hold_update(fleet, 0, 2.0)
         for index in range(2):
             await fleet.put(index, ready=False)
+        await fleet.caught_up()
         answer = await call
         assert answer.status_code == 200
         assert "X-Fleet-Membership" not in answer.headers
@@ -149,7 +159,7 @@ async def test_a_member_that_terminates_ends_its_round_and_is_left_out_of_the_ne
     """Rolling updates happen between rounds; this one came inside, and costs nobody the round."""
     async with cluster(2) as fleet:
         assert (await fleet.init()).status_code == 200
-        call = await _hold_update(fleet, 0, 1.0)
+        call = await _hold_update(fleet, 0, 2.0)
         await fleet.put(0, terminating=True)
         await fleet.await_states("draining", "updating")
         answer = await call
@@ -182,7 +192,7 @@ async def test_a_pod_that_comes_in_a_round_waits_for_the_next() -> None:
     """Stale until an init takes it in; the trainer is told."""
     async with cluster(2, pods=1) as fleet:
         await fleet.first_sync("1")
-        call = await _hold_update(fleet, 0, 0.5)
+        call = await _hold_update(fleet, 0, 2.0)
         await fleet.put(1)
         await fleet.await_states("updating", "stale")
         assert (await call).headers["X-Fleet-Membership"] == "changed; world_size=3"
