@@ -64,9 +64,10 @@ class Controls:
         """
         _check_choice("mode", mode, PAUSE_MODES)
         before = self._ledger.state.pause
-        since = before.since if before else time()
+        now = time()
+        since = before.since if before else now
         clears = _clears(self._ledger.state, clear_cache=clear_cache)
-        asked = TrainerPause(mode=mode, clear_cache=clears, by=by, since=since)
+        asked = TrainerPause(mode=mode, clear_cache=clears, by=by, since=since, renewed=now)
         state = await self._ledger.amend(lambda s: change(s, pause=asked))
         await self._gate.closed()
         targets, outcomes = self._reachable(state)

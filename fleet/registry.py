@@ -34,6 +34,7 @@ from fleet.outcome import had_no_session
 from fleet.probe import explain_silence, glance, identify, same_instance
 from fleet.replica import Replica
 from fleet.replica_client import Call, ReplicaClient
+from fleet.restart import Restart
 from fleet.state import UNSET_VERSION, FleetState
 from fleet.wire import FINISH
 
@@ -94,6 +95,14 @@ class Registry:
             known = ", ".join(self._ledger.state.replicas) or "none"
             raise UnknownReplica(f"no replica {replica!r}; there are: {known}")
         return found
+
+    async def restart(self, replica: str, hook: Restart) -> None:
+        """Have a replica restarted; its facts follow from what the probes see then."""
+        found = self.find(replica)
+        now = time()
+        await self._ledger.amend(lambda state: marked(state, [replica], restarted_at=now))
+        log.warning("restart asked for", extra={"replica": replica})
+        await hook.restart(found)
 
     async def run(self) -> None:
         """Look at every replica once per interval, for ever, in slices that spread the work."""

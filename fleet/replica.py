@@ -69,7 +69,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     it booted with, before any commit); None means that nobody knows or that it missed one.
     `version` is the label it has been given or names, `named` what it has last named itself.
     `origin` is where discovery found it, `leaving` why discovery wants it to take no rollouts.
-    Times are seconds since the epoch.
+    `restarted_at` is when somebody was last asked to restart it. Times are seconds since the epoch.
     """
 
     id: str
@@ -92,6 +92,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     origin: Origin | None = None
     leaving: str | None = None
     since: float = 0.0
+    restarted_at: float = 0.0
 
     @property
     def known(self) -> bool:

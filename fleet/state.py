@@ -138,12 +138,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerPause(msgspec.Struct, frozen=True, kw_only=True):
-    """A pause that the trainer (or an operator) asked for and has not resumed yet."""
+    """A pause that the trainer (or an operator) asked for and has not resumed yet.
+
+    `since` is when it was asked for first, `renewed` when last.
+    """
 
     mode: str
     clear_cache: bool
     by: str
     since: float
+    renewed: float = 0.0
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):

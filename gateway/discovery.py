@@ -12,6 +12,7 @@ from fleet.discovery.base import Source
 from fleet.discovery.dns import NameSource
 from fleet.discovery.kubernetes import PodSource
 from fleet.discovery.restart import PodRestart
+from fleet.restart import CommandRestart, HookRestart, Restart
 from gateway.settings import SettingsError
 from gateway.settings_model import DiscoveryKind, Settings
 
@@ -31,8 +32,13 @@ def source_of(settings: Settings) -> Source | None:
     return None
 
 
-def restart_of(settings: Settings) -> PodRestart | None:
-    """Return what restarts a replica by deleting its pod; None unless that is turned on."""
+def restart_of(settings: Settings) -> Restart | None:
+    """Return what has a replica restarted: the operator's hook, or deleting its pod; or None."""
+    hook = settings.restart
+    if hook.command is not None:
+        return CommandRestart(hook.command, hook.timeout_s)
+    if hook.webhook is not None:
+        return HookRestart(hook.webhook, hook.timeout_s)
     is_on = settings.discovery is DiscoveryKind.KUBERNETES and settings.kubernetes.restart
     return PodRestart(*_cluster(settings)) if is_on else None
 

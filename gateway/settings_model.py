@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -179,6 +180,12 @@ class Timeouts(_Group):
     by then, and another one takes its call over. So long a dead gateway can delay a pause."""
     lease_renew_s: Seconds = 1.0
     """Seconds between two signs of life of a gateway; below lease_s, so that some may fail."""
+    pause_lease_s: Seconds | None = None
+    """Seconds after which a pause of the trainer that nothing follows is resumed; asking again
+    renews it. Unset: it lasts until somebody resumes, and shows in the metrics."""
+    round_s: Seconds | None = None
+    """Seconds after which a round that its trainer has left open between two calls is abandoned, as
+    by /fleet/reset. Unset: it stays open, and shows in the metrics."""
     drain_s: Seconds = 30.0
     """Seconds for running rollouts to end when the gateway stops."""
 
@@ -199,6 +206,39 @@ class Limits(_Group):
     """Bytes of an update body; `ipc` bodies carry handles, other backends names and shapes."""
     rollout_body_bytes: Count = 64 * MIB
     """Bytes of a rollout body; images in base64 fit."""
+
+
+class RestartHook(_Group):
+    """How replicas are restarted, by `/fleet/replicas/{id}/restart` or by themselves; one way."""
+
+    command: Annotated[str, Field(min_length=1)] | None = None
+    """Command that restarts one; `{id}`, `{url}`, `{host}` and `{port}` stand for the replica. Run
+    without a shell."""
+    webhook: Annotated[str, Field(min_length=1)] | None = None
+    """URL that gets `{"id", "url", "reason"}` by POST and has the replica restarted."""
+    wedged_s: Seconds | None = None
+    """Seconds after which a wedged replica is restarted unasked. Unset: only when an operator asks.
+    Fenced ones never are: the next full update heals them sooner."""
+    timeout_s: Seconds = 60.0
+    """Seconds that the command or the URL may take to accept."""
+
+    @field_validator("command")
+    @classmethod
+    def _words(cls, value: str | None) -> str | None:
+        if value is not None and not shlex.split(value):
+            raise ValueError("the command is empty")
+        return value
+
+    @field_validator("webhook")
+    @classmethod
+    def _one_way(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None:
+            return None
+        if info.data.get("command") is not None:
+            raise ValueError("set either the command or the webhook, not both")
+        if urlsplit(value).scheme not in ("http", "https"):
+            raise ValueError(f"an http or https URL is needed, not {value!r}")
+        return value
 
 
 class Auth(_Group):
@@ -328,6 +368,7 @@ class Settings(_Group):
     routing: Routing = Routing()
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
+    restart: RestartHook = RestartHook()
     auth: Auth = Auth()
     log: Log = Log()
     dns: Dns = Dns()
