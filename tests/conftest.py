@@ -10,6 +10,7 @@ from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +27,12 @@ def redis_url(redis_server: RedisServer) -> str:
     """The URL of a real Redis that holds nothing."""
     redis_server.empty()
     return redis_server.url
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A real server that this test may kill."""
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()

@@ -10,11 +10,9 @@ import pytest
 
 from fleet.store import PERMANENT_KEYS, Store, open_store
 from fleet.store.redis import RedisStore
-from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
+    from collections.abc import AsyncIterator
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -30,15 +28,6 @@ async def store(store_url: str) -> AsyncIterator[Store]:
     """One opening of that store, for the fleet `tests`."""
     async with open_store(store_url, "tests") as opened:
         yield opened
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A real server that this test may kill."""
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
 
 
 @pytest.fixture(autouse=True)
