@@ -46,7 +46,7 @@ def colocated_update(
     try:
         ranks.on_sender(lambda: _fall_asleep(client, level, mode))
         if train is not None:
-            train()
+            ranks.on_all(train)
         ranks.on_sender(lambda: client.wake_up(["weights"]))
         send()
         ranks.on_sender(lambda: client.wake_up(["kv_cache"]))

@@ -93,6 +93,15 @@ class TrainerRanks:
         self.tell(None)
         return done
 
+    def on_all(self, work: Callable[[], T]) -> T:
+        """Do something on every rank; if the sender fails, the others' next `hear` says so."""
+        try:
+            return work()
+        except Exception as error:
+            if self.is_sender:
+                self.tell(Stop(f"{type(error).__name__}: {error}"))
+            raise
+
     def _broadcast(self, word: Any) -> Any:
         from torch import distributed
 

@@ -8,9 +8,6 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import pytest
-
-from fleet.client.ranks import SenderFailed, TrainerRanks
 from fleet.sim import SimOptions
 from fleet.sim.trainer import free_port
 from fleet.sim.weights import build_state_dict, replica_checksum
@@ -98,12 +95,3 @@ async def test_when_the_sender_gives_up_every_rank_is_told() -> None:
         assert await trainer.sync(1) == ["MemberFailed", "SenderFailed"]
         assert await trainer.sync(2) == ["world_size 2", "world_size 2"]
         trainer.check_weights(2, 0)
-
-
-def test_work_of_the_sender_alone_is_done_where_there_is_one_rank() -> None:
-    """No torch, nobody to tell."""
-    alone = TrainerRanks()
-    assert alone.on_sender(lambda: 7) == 7
-    with pytest.raises(ZeroDivisionError):
-        alone.on_sender(lambda: 1 // 0)
-    assert not issubclass(SenderFailed, ZeroDivisionError)
