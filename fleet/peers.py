@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
 from time import monotonic, time
 from typing import Any
 from uuid import uuid4
@@ -102,6 +103,20 @@ class Peers:
             await self._talk.put(question)
             await question.wait(others, within_s)
         return sum(question.answers.values())
+
+    async def hears(self, gateway: str) -> bool:
+        """Return whether another gateway is there: it answers, or its lease lapses.
+
+        One that renews its lease and does not answer is there, too.
+        """
+        seats = {g: s for g, s in self._ledger.state.gateways.items() if g == gateway}
+        if not seats:
+            return False
+        with self._talk.question("there") as question, suppress(TimeoutError):
+            async with asyncio.timeout(2 * self._lease.ttl_s):
+                await self._outwait(question, seats, expel=False)
+                return gateway in question.answers
+        return True
 
     async def _ask_others(self, what: str, *, expel: bool) -> None:
         others = {g: s for g, s in self._ledger.state.gateways.items() if g != self.me}

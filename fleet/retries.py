@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from time import time
 from uuid import uuid4
@@ -23,6 +23,9 @@ from fleet.state import FleetState, Phase
 log = logging.getLogger(__name__)
 change = msgspec.structs.replace
 
+Hears = Callable[[str], Awaitable[bool]]
+"""Says whether another gateway is there; for one that is not, this takes as long as its lease."""
+
 
 class Calls:
     """Knows which calls are on their way here, and tells retries what became of others."""
@@ -32,6 +35,7 @@ class Calls:
         self._ledger = ledger
         self._carried: set[str] = set()
         self._told: dict[str, str] = {}
+        self.hears: Hears | None = None
 
     def hold(self, what: str, call: CallId) -> Holder:
         """Return the claim of a new call on the fleet, with a token that nobody has had."""
@@ -60,8 +64,9 @@ class Calls:
         Waits while that is on its way at another gateway. Raises what it ended with, and Refused
         if nobody can know whether this is a repetition.
         """
+        alive = await self._alive(call)
         state = self._ledger.state
-        meeting = self._meeting(call, state)
+        meeting = earlier(call, state.holder, state.ended, me=self.me, alive=alive, now=time())
         if meeting is Meeting.ON_ITS_WAY:
             state = await self._ledger.until(
                 lambda s: s.holder is None or not call.repeats(s.holder.call)
@@ -92,10 +97,20 @@ class Calls:
             await self._ledger.amend(lambda s: _noted(s, token, undelivered=False))
         return answer_again(ended, self._ledger.state)
 
-    def _meeting(self, call: CallId, state: FleetState) -> Meeting:
-        return earlier(
-            call, state.holder, state.ended, me=self.me, alive=state.gateways, now=time()
-        )
+    async def _alive(self, call: CallId) -> set[str]:
+        """Return the gateways that live; whoever carried an equal call is asked, and waited for.
+
+        It may have died a moment ago, and its seat does not tell yet. Were a retry taken for a new
+        call then, it would be sent to the replicas twice, or refused though it was carried out.
+        """
+        state = self._ledger.state
+        seated = set(state.gateways)
+        if state.holder is None and state.ended and call.repeats(state.ended.holder.call):
+            carrier = state.ended.holder.gateway
+            others = seated - {self.me}
+            if self.hears is not None and carrier in others and not await self.hears(carrier):
+                seated.discard(carrier)
+        return seated
 
 
 def _was_taken_back(ended: Ended, state: FleetState) -> bool:

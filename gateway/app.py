@@ -28,6 +28,7 @@ from fleet.follow import begin_to_follow
 from fleet.journal import Journal
 from fleet.ledger import Ledger
 from fleet.options import Deadlines, FleetOptions, Placement
+from fleet.overdue import Limits
 from fleet.owner import task_owner
 from fleet.peers import Peers
 from fleet.performer import Performer
@@ -35,11 +36,12 @@ from fleet.registry import Registry
 from fleet.replica_client import ReplicaClient, open_client
 from fleet.retries import Calls
 from fleet.store import Store, open_store
+from fleet.watchdog import Watchdog
 from gateway.aborting import abort_here
 from gateway.asgi import Receive, Scope, Send
 from gateway.context import Gateway
 from gateway.desk import Desk, position_of
-from gateway.discovery import source_of
+from gateway.discovery import restart_of, source_of
 from gateway.errors import body_of, headers_of, shape, status_of
 from gateway.gate import RolloutGate
 from gateway.metrics import Metrics
@@ -50,6 +52,9 @@ from gateway.settings_model import DeploymentKind, Settings
 from gateway.single_flight import ControlCall, SingleFlight
 
 log = logging.getLogger(__name__)
+
+LAST_WORDS_S = 0.5
+"""How long before the end of the drain time calls that are still on their way are answered."""
 
 
 class Application:
@@ -64,6 +69,8 @@ class Application:
         if gateway is not None:
             gateway.gate.stop()
             gateway.journal.stop()
+            last_moment_s = max(0.0, gateway.settings.timeouts.drain_s - LAST_WORDS_S)
+            asyncio.get_running_loop().call_later(last_moment_s, gateway.desk.give_up)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand rollouts to the proxy, everything else to FastAPI."""
@@ -118,6 +125,8 @@ async def open_gateway(settings: Settings) -> AsyncGenerator[Gateway]:
         await gateway.registry.sweep()
         owner.create_task(gateway.registry.run(), name="probe replicas")
         owner.create_task(gateway.journal.run(), name="write events")
+        watching = gateway.watchdog.run(gateway.peers.me, settings.timeouts.probe_s)
+        owner.create_task(watching, name="watchdog")
         yield gateway
         gateway.rollouts.upstreams.close()
         gateway.rollouts.accounts.flush()
@@ -146,6 +155,7 @@ async def _assemble(
     calls = Calls(ledger, peers.me)
     coordinator = Coordinator(ledger, performer, registry, fan_out, options, calls)
     peers.runs, peers.take_over = calls.carries, coordinator.take_over
+    calls.hears = peers.hears
 
     def suspect(replica: str) -> None:
         fan_out.spawn(registry.suspect(replica), name=f"verify {replica}")
@@ -163,6 +173,12 @@ async def _assemble(
     ledger.watch(desk.follow)
     controls = Controls(ledger, performer, registry, peers, options)
     peers.abort = partial(abort_here, rollouts, controls)
+    restart = restart_of(settings)
+    limits = Limits(
+        pause_s=settings.timeouts.pause_lease_s,
+        round_s=settings.timeouts.round_s,
+        wedged_s=settings.restart.wedged_s,
+    )
     return Gateway(
         settings=settings,
         store=store,
@@ -172,6 +188,8 @@ async def _assemble(
         peers=peers,
         coordinator=coordinator,
         controls=controls,
+        restart=restart,
+        watchdog=Watchdog(ledger, coordinator, controls, registry, limits, restart),
         gate=gate,
         client=client,
         rollouts=rollouts,

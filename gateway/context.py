@@ -14,7 +14,9 @@ from fleet.ledger import Ledger
 from fleet.peers import Peers
 from fleet.registry import Registry
 from fleet.replica_client import ReplicaClient
+from fleet.restart import Restart
 from fleet.store import Store
+from fleet.watchdog import Watchdog
 from gateway.desk import Desk
 from gateway.gate import RolloutGate
 from gateway.metrics import Metrics
@@ -35,6 +37,8 @@ class Gateway:
     registry: Registry
     coordinator: Coordinator
     controls: Controls
+    restart: Restart | None
+    watchdog: Watchdog
     gate: RolloutGate
     client: ReplicaClient
     proxy: RolloutProxy

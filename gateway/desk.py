@@ -14,7 +14,7 @@ import msgspec
 from fastapi import Request, Response
 
 from fleet.calls import CallId
-from fleet.errors import FleetError, StoreUnavailable
+from fleet.errors import DeadlinePassed, FleetError, StoreUnavailable
 from fleet.ledger import Ledger
 from fleet.membership import membership
 from fleet.state import FleetState
@@ -71,6 +71,18 @@ class Desk:
             response = Response(status_code=CLIENT_CLOSED)
         self._count(request, response.status_code, started)
         return response
+
+    def give_up(self) -> None:
+        """Answer every call that is still on its way: this gateway ends before they do."""
+        state = self._ledger.state
+        holder = f"; {state.holder.what} was on its way" if state.holder else ""
+        self._flights.give_up(
+            DeadlinePassed(
+                f"outcome unknown: this gateway stops{holder}",
+                hint="ask GET /fleet at another gateway, or at this one when it is back, what "
+                "became of it",
+            )
+        )
 
     def follow(self, state: FleetState) -> None:
         """Let no later call meet one that is on its way, if an operator has abandoned its round.

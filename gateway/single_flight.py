@@ -84,6 +84,11 @@ class SingleFlight:
         if flight.reached_nobody and self._undelivered is not None:
             await self._undelivered(call)
 
+    def give_up(self, error: FleetError) -> None:
+        """Answer everyone who waits with this error; the calls themselves go on."""
+        for flight in self._flights.values():
+            flight.give_up(error)
+
     def forget(self) -> None:
         """Let no later call meet one from before: the round that those belonged to is abandoned."""
         self._flights.clear()
@@ -134,15 +139,22 @@ class _Flight:
             self._landed.cancel()
             raise
         except Exception as error:  # every waiting caller gets it
-            if isinstance(error, FleetError):
-                error.__traceback__ = None  # its frames would keep the body for as long as itself
-            self._landed.set_exception(error)
-            self._landed.exception()  # nobody may be waiting: that is no reason to complain
+            self.give_up(error)
         else:
-            self._landed.set_result(result)
+            if not self._landed.done():
+                self._landed.set_result(result)
         finally:
             self._landed_at = self._position()
             self.ended_at = monotonic()
+
+    def give_up(self, error: Exception) -> None:
+        """Land with an error, unless landed already."""
+        if self._landed.done():
+            return
+        if isinstance(error, FleetError):
+            error.__traceback__ = None  # its frames would keep the body for as long as itself
+        self._landed.set_exception(error)
+        self._landed.exception()  # nobody may be waiting: that is no reason to complain
 
     async def wait(self, receive: Receive) -> Any:
         """Return the result, unless the caller leaves before."""

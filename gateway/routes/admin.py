@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from fleet.bodies import decode
-from fleet.errors import BadInput, WrongPhase
+from fleet.errors import BadInput, NotAllowed, WrongPhase
 from fleet.membership import marked
 from fleet.state import ROUND_OPEN, FleetState
 from gateway.auth import Right, authorise
@@ -97,12 +97,8 @@ async def remove_replica(request: Request, replica: str) -> Response:
 
     async def act(_: None) -> dict[str, Any]:
         gateway.registry.find(replica)
-        state = gateway.ledger.state
-        if state.phase in ROUND_OPEN and state.group and replica in state.group.members:
-            raise WrongPhase(
-                f"{replica} is a member of the open round",
-                hint="drain it now and remove it after the round",
-            )
+        hint = "drain it now and remove it after the round"
+        _refuse_member(gateway.ledger.state, replica, hint)
         await gateway.registry.remove(replica)
         return {"removed": replica}
 
@@ -126,6 +122,27 @@ async def fence(request: Request, replica: str) -> Response:
     """Bar a replica from rollouts until a full update."""
     why = f"an operator asked for it ({caller_of(request)})"
     return await _mark(request, replica, fence=why, holds=None)
+
+
+@router.post("/replicas/{replica}/restart")
+async def restart(request: Request, replica: str) -> Response:
+    """Have a replica restarted by whatever is configured for that."""
+    gateway = gateway_of(request)
+
+    async def act(_: None) -> dict[str, Any]:
+        gateway.registry.find(replica)
+        hook = gateway.restart
+        if hook is None:
+            raise NotAllowed(
+                "no way to restart replicas is configured",
+                hint="set FLEET_RESTART__COMMAND, FLEET_RESTART__WEBHOOK or, for pods, "
+                "FLEET_KUBERNETES__RESTART, or restart it by hand",
+            )
+        _refuse_member(gateway.ledger.state, replica, "restart it after the round, or reset first")
+        await gateway.registry.restart(replica, hook)
+        return _one(gateway, replica)
+
+    return await gateway.desk.serve(request, nothing, act, right=Right.OPERATOR)
 
 
 @router.post("/rounds/{round_id}/commit")
@@ -174,6 +191,11 @@ async def _mark(request: Request, replica: str, **facts: Any) -> Response:
         return _one(gateway, replica)
 
     return await gateway.desk.serve(request, nothing, act, right=Right.OPERATOR)
+
+
+def _refuse_member(state: FleetState, replica: str, hint: str) -> None:
+    if state.phase in ROUND_OPEN and state.group and replica in state.group.members:
+        raise WrongPhase(f"{replica} is a member of the open round", hint=hint)
 
 
 def _one(gateway: Gateway, replica: str) -> dict[str, Any]:

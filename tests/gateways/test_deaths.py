@@ -333,6 +333,23 @@ async def rollout_until(case: Case, status: int) -> None:
     await wait_until(got)
 
 
+async def test_a_gateway_that_is_told_to_stop_in_mid_call_says_so_and_hands_over(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """504 within the drain time, a clean end, and another gateway takes the call over at once."""
+    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path) as several:
+        here, there = several.case(0), several.case(1)
+        await here.first_sync("1")
+        await here.start()
+        sim.replicas[1].faults.add(UPDATE, "hang")
+        stuck = asyncio.ensure_future(here.update())
+        await until_called(sim, UPDATE, 2)
+        await several.all[0].stop()
+        check_error(await stuck, 504, "this gateway stops", "update was on its way")
+        await until_phase(there, "failed")
+        assert "Traceback" not in several.all[0].log.read_text()
+
+
 async def test_all_gateways_killed_and_one_started_again_keep_version_and_fences(
     redis_url: str, tmp_path: Path
 ) -> None:
