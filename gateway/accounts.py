@@ -57,23 +57,22 @@ class Accounts:
         self._file = _append_to(file) if file else None
 
     @property
-    def keeps_tails(self) -> bool:
-        """Whether exchanges should keep the end of their answers for `close`."""
+    def are_written(self) -> bool:
+        """Whether accounts go to a file, so that exchanges should keep the end of their answers."""
         return self._file is not None
 
-    def close(self, account: Account, tail: bytes) -> None:
-        """Count one rollout that is over."""
+    def count(self, outcome: str, held_s: float, *, spans: bool) -> None:
+        """Count one rollout that is over; `spans`: its end came under another version."""
         metrics = self._metrics
-        if account.held_s:
-            metrics.rollout_held_s.observe(account.held_s)
-        if account.version != account.version_end and account.outcome == "complete":
-            metrics.rollouts_spanning.inc()
-        if account.outcome == "cancelled":
+        if held_s:
+            metrics.rollout_held_s.observe(held_s)
+        if outcome == "complete":
+            if spans:
+                metrics.rollouts_spanning.inc()
+        elif outcome == "cancelled":
             metrics.rollouts_cancelled.inc()
-        if account.outcome == "broken":
+        elif outcome == "broken":
             metrics.rollouts_broken.inc()
-        if self._file is not None:
-            self._write(account, tail)
 
     def flush(self) -> None:
         """Hand what is written to the system; called when the gateway stops."""
@@ -81,7 +80,8 @@ class Accounts:
             self._file.close()
             self._file = None
 
-    def _write(self, account: Account, tail: bytes) -> None:
+    def write(self, account: Account, tail: bytes) -> None:
+        """Write one rollout down; `tail` is the end of its answer, where its usage may be."""
         assert self._file is not None
         found = _TOKENS.findall(tail)
         account.tokens = int(found[-1]) if found else None

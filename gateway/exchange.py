@@ -27,7 +27,7 @@ from gateway.gate import Ticket
 from gateway.heads import REPLACED_IN_ANSWER, Headers, passed_on
 from gateway.rollouts import Rollouts
 from gateway.streams import end_of, error_event, is_between, takes_events
-from gateway.upstream import Connection, Pool
+from gateway.upstream import Connection
 
 ATTEMPTS = 2
 """How often a rollout may be tried: once more, on another replica, if no byte has come back."""
@@ -200,10 +200,7 @@ class Exchange:
 
     def _go(self, ticket: Ticket) -> None:
         self._ticket = ticket
-        self._pool(ticket).take(self, fresh=self._fresh)
-
-    def _pool(self, ticket: Ticket) -> Pool:
-        return self._rollouts.upstreams.pool(ticket.replica.url)
+        self._rollouts.upstreams.pool(ticket.replica.url).take(self, fresh=self._fresh)
 
     # -- from the replica --------------------------------------------------------------------------
 
@@ -215,13 +212,13 @@ class Exchange:
         self._connection = connection
         request = self.request
         connection.send(
-            self._head(self._ticket), request.body, self, headless=request.method == b"HEAD"
+            self._head(connection), request.body, self, headless=request.method == b"HEAD"
         )
 
-    def _head(self, ticket: Ticket) -> bytes:
+    def _head(self, connection: Connection) -> bytes:
         request = self.request
         parts = [request.method, b" ", request.target, b" HTTP/1.1\r\nhost: "]
-        parts.append(self._pool(ticket).authority)
+        parts.append(connection.authority)
         for name, value in passed_on(request.headers, self._rollouts.replaced):
             parts += (b"\r\n", name, b": ", value)
         for name, value in self._rollouts.added:
@@ -257,7 +254,7 @@ class Exchange:
 
     def answer_body(self, data: bytes) -> None:
         """Pass a piece of the answer on as it came."""
-        if self._rollouts.accounts.keeps_tails:
+        if self._rollouts.accounts.are_written:
             self._tail = (self._tail + data)[-TAIL_BYTES:]
         if self._stream_end is not None:
             self._stream_end = end_of(self._stream_end, data)
@@ -318,22 +315,30 @@ class Exchange:
 
     def _end(self, outcome: str) -> None:
         """Leave the books in order; the ticket goes back whatever the outcome."""
-        rollouts, request, ticket = self._rollouts, self.request, self._ticket
+        rollouts, ticket = self._rollouts, self._ticket
         rollouts.running.discard(self)
-        account = Account(
+        accounts = rollouts.accounts
+        version = ticket.version if ticket else rollouts.gate.version
+        held_s = ticket.held_s if ticket else 0.0
+        accounts.count(outcome, held_s, spans=version != rollouts.gate.version)
+        if accounts.are_written:
+            accounts.write(self._account(outcome, version, held_s), self._tail)
+        self._end_ticket()
+        self.request.body = b""  # an exchange and its client know each other, so both may linger
+
+    def _account(self, outcome: str, version: str, held_s: float) -> Account:
+        request, ticket = self.request, self._ticket
+        return Account(
             request_id=(request.request_id or b"").decode("latin-1"),
             path=request.target.partition(b"?")[0].decode("latin-1"),
             outcome=outcome,
             status=self._status,
             replica=ticket.replica.id if ticket else None,
-            version=ticket.version if ticket else rollouts.gate.version,
-            version_end=rollouts.gate.version,
-            held_s=ticket.held_s if ticket else 0.0,
+            version=version,
+            version_end=self._rollouts.gate.version,
+            held_s=held_s,
             elapsed_s=monotonic() - self._began,
         )
-        self._end_ticket()
-        request.body = b""  # an exchange and its client know each other, so both may linger
-        rollouts.accounts.close(account, self._tail)
 
     def _end_ticket(self) -> None:
         ticket, self._ticket = self._ticket, None

@@ -68,7 +68,8 @@ class Front(asyncio.Protocol):
         self._missing = 0
         self._parts: list[bytes] = []
         self._exchange: Exchange | None = None
-        self._idle: asyncio.TimerHandle | None = None
+        self._idle_since: float | None = None
+        self._idle_check: asyncio.TimerHandle | None = None
         self._keep = True
         self._head = b""
         self._chunked = False
@@ -83,13 +84,14 @@ class Front(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
-        self._stop_idling()
+        if self._idle_check is not None:
+            self._idle_check.cancel()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.gone()
 
     def data_received(self, data: bytes) -> None:
-        self._stop_idling()
+        self._idle_since = None
         self._buffer = self._buffer + data if self._buffer else data
         if self._request is not None:
             self._read_body()
@@ -274,11 +276,20 @@ class Front(asyncio.Protocol):
             self._transport.resume_reading()
         if self._buffer:
             self._read_head()
-        else:
-            loop = asyncio.get_running_loop()
-            self._idle = loop.call_later(self._keep_alive_s, self._transport.close)
+            return
+        loop = asyncio.get_running_loop()
+        self._idle_since = loop.time()
+        if self._idle_check is None:  # one timer does for many requests: a timer each is dear
+            self._idle_check = loop.call_later(self._keep_alive_s, self._close_if_idle)
 
-    def _stop_idling(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-            self._idle = None
+    def _close_if_idle(self) -> None:
+        """Close if nothing has come for the time that a connection is kept, else look again."""
+        self._idle_check = None
+        if self._idle_since is None:
+            return
+        loop = asyncio.get_running_loop()
+        left_s = self._idle_since + self._keep_alive_s - loop.time()
+        if left_s > 0:
+            self._idle_check = loop.call_later(left_s, self._close_if_idle)
+        else:
+            self._transport.close()

@@ -71,6 +71,7 @@ class Connection(asyncio.Protocol):
         self._is_whole = False
         self._has_surplus = False
         self._may_be_kept = False
+        self.authority = pool.authority
         self.is_reused = False
         self.idle_since = 0.0
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from gateway import server
 from gateway.settings_model import Gate, Limits, Settings
 from tests.cases.raw_http import (
     Message,
@@ -261,3 +262,27 @@ async def test_after_all_this_nothing_is_left_in_flight() -> None:
         await wait_until(quiet)
         await asyncio.wait_for(gate.closed(), 1)
         await asyncio.wait_for(gate.drained(), 1)
+
+
+async def test_a_connection_is_kept_while_it_is_used_and_closed_when_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The time counts from the last answer; a rollout may take longer than an idle connection."""
+    kept_s = 0.8
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", kept_s)
+
+    async def think(
+        request: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        del reader
+        await asyncio.sleep(float(request.body))
+        writer.write(OK)
+
+    async with behind(think) as (served, _), connection(served.url) as (reader, writer):
+        for thought_s in ("0", "0", "1"):
+            await asyncio.sleep(0.6 * kept_s)  # idle, but not for long enough
+            writer.write(request_of(PATH, thought_s.encode()))
+            assert (await read_message(reader)).body == b'{"ok":true}'
+        began = asyncio.get_running_loop().time()
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        assert asyncio.get_running_loop().time() - began > 0.9 * kept_s
