@@ -3,8 +3,11 @@
 The servers here have a weight-transfer backend of their own, so they are their own pair.
 """
 
+import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,6 +19,7 @@ from fleet.backends.gloo import GlooTrainerInitInfo
 from fleet.backends.sparse_gloo import SparseGlooTrainerInitInfo, sparse_patches
 from fleet.client import FleetWeightSyncClient
 from fleet.client.elastic import ElasticSession
+from tests.e2e.examples import EXAMPLES, run_example
 from tests.e2e.gateway_process import RunningGateway, running_gateway
 from tests.e2e.real_vllm import RealFleet, RealServer, free_port
 from tests.e2e.tiny_model import build_model, made_by
@@ -48,6 +52,27 @@ def sparse_gateway(sparse_fleet: RealFleet, tmp_path: Path) -> Iterator[RunningG
         yield running
 
 
+@pytest.fixture(scope="module")
+def held() -> Any:
+    """The model that the servers of `sparse_fleet` hold: what they booted with, and all since."""
+    return build_model(0)
+
+
+def test_the_sparse_example_sends_little_and_everybody_has_it(
+    sparse_gateway: RunningGateway, model_dir: Path, held: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must be the first to patch these servers: it starts from the weights they booted with."""
+    arguments = ("--url", sparse_gateway.url, "--model", str(model_dir), "--backend", "gloo")
+    said = run_example("sparse", *arguments)
+    for sent, entries in re.findall(r"(\d+) of (\d+) entries", said):
+        assert int(sent) < 0.05 * int(entries)
+    assert sparse_gateway.version == "step-2"
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    shake = importlib.import_module("common").shake
+    for number in range(3):
+        shake(held, number, 0.02)
+
+
 def step(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """Change a few entries of every parameter; return what they all were before."""
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
@@ -61,10 +86,10 @@ def step(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
 
 
 def test_patches_bring_every_server_to_the_weights_of_a_dense_update(
-    sparse_gateway: RunningGateway, sparse_fleet: RealFleet, real_server: RealServer
+    sparse_gateway: RunningGateway, sparse_fleet: RealFleet, real_server: RealServer, held: Any
 ) -> None:
     """Two rounds of patches; then checksums and tokens are those of a server that got it all."""
-    model = build_model(0)
+    model = held
     with FleetWeightSyncClient(sparse_gateway.url) as client:
         session = ElasticSession(
             client,
