@@ -53,6 +53,7 @@ class Controls:
         self._performer = performer
         self._gate = gate
         self._options = options
+        self.broadcasts = 0
 
     # -- pausing -----------------------------------------------------------------------------------
 
@@ -203,6 +204,7 @@ class Controls:
         """Make one call on every replica that can answer; MemberFailed if one of them fails."""
         self._refuse_in(IN_SESSION, what, "finish or reset the round first")
         targets, outcomes = self._reachable(self._ledger.state)
+        self.broadcasts += 1  # what it changes at the replicas, no fact of the fleet tells
         outcomes |= await self._ask(targets, call)
         self._raise_if_failed(what, outcomes)
         return outcomes

@@ -175,8 +175,12 @@ class Registry:
         """Give those a moment who only waited for the culprit of a failed collective.
 
         Without this, a trainer that inits again at once would get a group of the culprit alone.
+        Who counts as lost is looked at again: it may only have dropped one connection.
         """
         await self._fan_out.settled(SETTLE_S)
+        lost = [r for r in self._ledger.state.replicas.values() if r.lost and not r.leaving]
+        if lost:
+            await self._look(lost, _Look.WHOLLY)
 
     async def verify(self, replicas: Iterable[str]) -> None:
         """Look closely at these replicas now, so that a decision rests on what is, not what was."""

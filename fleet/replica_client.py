@@ -5,13 +5,13 @@ reused connection cannot be told from a lost answer); `pooled` keeps connections
 vLLM closes idle connections after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE), so pooled ones expire
 before. There is no cap on connections: a collective below the fleet's size would deadlock.
 
-It judges answers: a status of 400 or more is a failure, and so is a 200 whose body says error.
+It judges answers: a status of 400 or more is a failure, and so is a 200 whose body says error,
+or, for the phases of a round, is no JSON object.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -22,6 +22,7 @@ import msgspec
 from aiohttp.abc import AbstractStreamWriter
 
 from fleet.outcome import Outcome, Result
+from fleet.wire import FINISH, INIT, START, START_DRAFT, UPDATE
 
 CHUNK_BYTES = 64 * 1024
 """How much of a body is handed to one connection at a time, so that a 5 MB body to 64 replicas
@@ -32,6 +33,9 @@ DETAIL_CHARS = 2000
 ANSWER_BYTES = 64 * 1024 * 1024
 """How long an answer to a control call may be; checksums of a large model are a few megabytes."""
 
+
+PHASES = frozenset({INIT, START, START_DRAFT, UPDATE, FINISH})
+"""Calls that a round rests on: only a server that speaks the protocol can have done them."""
 
 MAY_DECLINE = frozenset({"/reset_prefix_cache"})
 """Calls to which `"success": false` is an answer: blocks that are in use cannot be dropped."""
@@ -133,7 +137,8 @@ class ReplicaClient:
             call.method, target, data=body, headers=headers, allow_redirects=False
         ) as response:
             body = await _read(response)
-            return judge(response.status, body, may_decline=call.path in MAY_DECLINE)
+            said = judge(response.status, body, may_decline=call.path in MAY_DECLINE)
+            return _must_be_json(said) if call.path in PHASES else said
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
@@ -157,6 +162,19 @@ def judge(status: int, body: bytes, *, may_decline: bool = True) -> Outcome:
         return Outcome(outcome=Result.OK, status=status, answer=answer)
     detail = complaint or _text(body) or f"HTTP {status}"
     return Outcome(outcome=Result.FAILED, status=status, detail=detail[:DETAIL_CHARS])
+
+
+def _must_be_json(said: Outcome) -> Outcome:
+    """Let a 2xx of a phase count only if the server itself can have said it.
+
+    A page in HTML comes from a proxy or a login in between; the replica may not have heard us.
+    """
+    if not said.ok or said.answer is None or isinstance(said.answer, dict):
+        return said
+    told = f"HTTP {said.status} with a body that is no JSON object: {said.answer}"
+    return msgspec.structs.replace(
+        said, outcome=Result.FAILED, detail=told[:DETAIL_CHARS], answer=None
+    )
 
 
 def _complaint(answer: Any, *, may_decline: bool) -> str | None:
@@ -214,14 +232,3 @@ async def open_client(token: str | None = None) -> AsyncGenerator[ReplicaClient]
         ) as pooled,
     ):
         yield ReplicaClient(fresh, pooled, token)
-
-
-async def answered_within(seconds: float, attempt: Callable[[], Awaitable[Outcome]]) -> Outcome:
-    """Return the outcome, or a timeout if it takes longer than `seconds`."""
-    started = perf_counter()
-    try:
-        async with asyncio.timeout(seconds):
-            return await attempt()
-    except TimeoutError:
-        detail = f"no answer within {seconds:g} s"
-        return Outcome(outcome=Result.TIMEOUT, detail=detail, elapsed_s=perf_counter() - started)

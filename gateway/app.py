@@ -164,14 +164,12 @@ async def _assemble(
         await calls.undelivered(CallId(by="", name=call.name))
 
     rollouts = Rollouts(gate, metrics, settings, suspect)
-    desk = Desk(
-        settings,
-        ledger,
-        SingleFlight(owner, lambda: position_of(ledger.state), undelivered),
-        metrics,
-    )
-    ledger.watch(desk.follow)
     controls = Controls(ledger, performer, registry, peers, options)
+    flights = SingleFlight(
+        owner, lambda: (position_of(ledger.state), controls.broadcasts), undelivered
+    )
+    desk = Desk(settings, ledger, flights, metrics)
+    ledger.watch(desk.follow)
     peers.abort = partial(abort_here, rollouts, controls)
     restart = restart_of(settings)
     limits = Limits(

@@ -165,7 +165,7 @@ def position_of(state: FleetState) -> object:
         (current.id, current.updates) if current else None,
         (state.commit_index, state.weight_version),
         state.pause,
-        [(r.id, r.sleep) for r in state.replicas.values()],
+        [(r.id, r.sleep, r.draining, r.fence, r.restarted_at) for r in state.replicas.values()],
     )
 
 

@@ -244,6 +244,27 @@ async def test_an_answer_that_reached_nobody_waits_for_a_retry_at_any_gateway(
         assert [len(posts(r, UPDATE)) for r in sim.replicas] == [2, 2]
 
 
+async def test_a_lost_answer_is_not_replayed_once_its_effect_was_taken_back(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """Load an adapter (answer lost), unload it, load it again: the last one is a call of its own."""
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    adapter = {"lora_name": "a", "lora_path": "/a"}
+    async with SimFleet(nccl(1)) as sim, gateways(sim, redis_url, tmp_path, 1) as several:
+        case = several.case(0)
+        sim.replicas[0].faults.add(load, "delay", seconds=0.3)
+        leaving = asyncio.ensure_future(case.post(load, adapter))
+        await until_called(sim, load)
+        leaving.cancel()
+
+        async def unloaded() -> bool:
+            return (await case.post(unload, {"lora_name": "a"})).status_code == 200
+
+        await wait_until(unloaded)
+        assert (await case.post(load, adapter)).status_code == 200
+        assert len(posts(sim.replicas[0], load)) == 2
+
+
 async def test_a_finish_that_committed_when_its_gateway_died_is_answered_to_a_retry(
     redis_url: str, tmp_path: Path
 ) -> None:
