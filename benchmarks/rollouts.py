@@ -2,9 +2,10 @@
 
     make bench-rollouts       or: python -m benchmarks.rollouts [--quick | --only json 32]
 
-Two cheap replicas (benchmarks/sinks.py), and in front of them: nothing, this gateway, and whatever
-of vllm-router, HAProxy and nginx is installed. Runs alternate: every way gets a second of wrk, then
-every way again. Ratios are taken within one turn, and their median is printed.
+Two cheap replicas (benchmarks/sinks.py), and in front of them: nothing, this gateway as one process
+and as two workers on a Redis, and whatever of vllm-router, HAProxy and nginx is installed. Runs
+alternate: every way gets a second of wrk, then every way again. Ratios are taken within one turn,
+and their median is printed.
 
 Then, for the gateway alone: what it adds to the median latency at one connection, and how large it
 is while 10,000 rollouts are held at its gate, and while 10,000 stream through it.
@@ -35,6 +36,7 @@ from benchmarks.load import Load, crowd, drive, find_wrk
 from benchmarks.sinks import raise_file_limit
 
 DIRECT, GATEWAY, ROUTER = "no proxy", "this gateway", "vllm-router"
+WORKERS = 2
 KINDS = {
     "json": "JSON, 1 KB",
     "burst": "stream of 50 events, at once",
@@ -111,17 +113,32 @@ def ways(urls: list[str], sinks_pid: int) -> Generator[dict[str, Server]]:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         gateway = stack.enter_context(children.gateway(urls))
+        workers = stack.enter_context(several_workers(urls))
         found = {
             DIRECT: Server(urls[0], sinks_pid),
             GATEWAY: gateway,
+            f"{GATEWAY}, {WORKERS} workers": workers,
             ROUTER: stack.enter_context(children.vllm_router(urls)),
             "HAProxy": stack.enter_context(children.haproxy(urls, scratch)),
             "nginx": stack.enter_context(children.nginx(urls, scratch)),
         }
-        until(lambda: all_ready(gateway, len(urls)), "the gateway sees its replicas")
+        for running in (gateway, workers):
+            if running is not None:
+                until(lambda g=running: all_ready(g, len(urls)), "the gateway sees its replicas")
         for name in (name for name, server in found.items() if server is None):
-            print(f"{name} is not installed: skipped.")
+            print(f"{name} is not installed (or what it needs): skipped.")
         yield {name: server for name, server in found.items() if server is not None}
+
+
+@contextmanager
+def several_workers(urls: list[str]) -> Generator[Server | None]:
+    """Run the gateway as several workers, if there is a Redis that they can share."""
+    with children.redis_store() as store:
+        if store is None:
+            yield None
+            return
+        with children.gateway(urls, store, WORKERS) as gateway:
+            yield gateway
 
 
 def check(running: dict[str, Server], visits: Mapping[str, tuple[int, int]]) -> None:
