@@ -247,10 +247,13 @@ async def test_an_answer_that_reached_nobody_waits_for_a_retry_at_any_gateway(
 async def test_a_lost_answer_is_not_replayed_once_its_effect_was_taken_back(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Load an adapter (answer lost), unload it, load it again: the last one is a call of its own."""
+    """Load an adapter (answer lost), unload it, load it again: the last is a new call."""
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
     adapter = {"lora_name": "a", "lora_path": "/a"}
-    async with SimFleet(nccl(1)) as sim, gateways(sim, redis_url, tmp_path, 1) as several:
+    async with (
+        SimFleet(nccl(1, lora=True)) as sim,
+        gateways(sim, redis_url, tmp_path, 1) as several,
+    ):
         case = several.case(0)
         sim.replicas[0].faults.add(load, "delay", seconds=0.3)
         leaving = asyncio.ensure_future(case.post(load, adapter))
