@@ -250,22 +250,24 @@ async def test_a_lost_answer_is_not_replayed_once_its_effect_was_taken_back(
     """Load an adapter (answer lost), unload it, load it again: the last is a new call."""
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
     adapter = {"lora_name": "a", "lora_path": "/a"}
-    async with (
-        SimFleet(nccl(1, lora=True)) as sim,
-        gateways(sim, redis_url, tmp_path, 1) as several,
-    ):
-        case = several.case(0)
-        sim.replicas[0].faults.add(load, "delay", seconds=0.3)
+    async with SimFleet(nccl(1)) as sim, gateways(sim, redis_url, tmp_path, 1) as several:
+        case, loaded = several.case(0), sim.replicas[0].engine.loras
+        sim.replicas[0].faults.add(load, "delay", seconds=0.5, when="after")
         leaving = asyncio.ensure_future(case.post(load, adapter))
-        await until_called(sim, load)
+
+        async def is_loaded() -> bool:
+            return "a" in loaded
+
+        await wait_until(is_loaded)
         leaving.cancel()
+        assert (await case.post(unload, {"lora_name": "a"})).status_code == 200
+        assert "a" not in loaded
+        await asyncio.wait({leaving})
 
-        async def unloaded() -> bool:
-            return (await case.post(unload, {"lora_name": "a"})).status_code == 200
+        async def landed() -> bool:
+            return (await case.post(load, adapter)).status_code == 200 and "a" in loaded
 
-        await wait_until(unloaded)
-        assert (await case.post(load, adapter)).status_code == 200
-        assert len(posts(sim.replicas[0], load)) == 2
+        await wait_until(landed)
 
 
 async def test_a_finish_that_committed_when_its_gateway_died_is_answered_to_a_retry(
