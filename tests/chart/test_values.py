@@ -121,6 +121,7 @@ def test_the_gateway_takes_the_settings_that_are_rendered(name: str) -> None:
         "auto_version": False,
         "pause_on_update": "wait",
         "gate": {"max_held_bytes": 123456789012, "timeout_s": 0.25},
+        "log": {"access": None},
         "topology": [{"replicas": ["a:1", "b:1"], "kind": "data_parallel", "world_size": 4}],
     }
     container = render(
@@ -132,6 +133,7 @@ def test_the_gateway_takes_the_settings_that_are_rendered(name: str) -> None:
     assert loaded.pause_on_update == "wait"
     assert loaded.gate.max_held_bytes == 123456789012
     assert loaded.gate.timeout_s == 0.25
+    assert loaded.log.access is None
     assert loaded.topology[0].replicas == ("a:1", "b:1")
     assert loaded.topology[0].world_size == 4
     assert loaded.replicas == ("http://10.0.0.7:8000", "http://10.0.0.8:8000")

@@ -1,4 +1,4 @@
-{{/* dict "path" "FLEET_GATE__TIMEOUT_S" "value" 900: one setting as an environment variable. */}}
+{{/* dict "path" "FLEET_GATE__TIMEOUT_S" "value" 900: one setting as an environment variable; null is none. */}}
 {{- define "vllm-fleet-gateway.setting" -}}
 {{- $text := .value | toString }}
 {{- if kindIs "float64" .value }}
@@ -6,8 +6,10 @@
 {{- else if kindIs "slice" .value }}
 {{- $text = .value | toJson }}
 {{- end }}
+{{- if not (kindIs "invalid" .value) }}
 - name: {{ .path }}
   value: {{ $text | quote }}
+{{- end }}
 {{- end }}
 
 {{/* gateway.settings, two levels deep, as FLEET_GROUP__NAME. */}}
