@@ -129,6 +129,12 @@ class RolloutGate:
         return Load(held=self.held, held_bytes=self._held_bytes, inflight=dict(self.inflight))
 
     @property
+    def oldest_held_s(self) -> float:
+        """How long the first in the line has waited, in seconds; 0 if nobody waits."""
+        first = next(iter(self._line), None)
+        return monotonic() - first.since if first is not None else 0.0
+
+    @property
     def closed_since(self) -> float | None:
         """When the gate closed (seconds since the epoch), or None while it is open."""
         if self._closed_since is None and self.lease_lapsed:

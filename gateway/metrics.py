@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from fleet.gate import Load
 from fleet.replica import ReplicaState
-from fleet.state import UNSET_VERSION, FleetState
+from fleet.state import UNSET_VERSION, FleetState, Phase
 from gateway.gate import RolloutGate
 
 SERIES_KEPT = 64
@@ -151,6 +151,21 @@ class _FleetCollector(Collector):
             time() - opened if opened else 0.0,
         )
 
+        failed = state.round.closed_at if state.round and state.phase is Phase.FAILED else None
+        yield GaugeMetricFamily(
+            "fleet_round_failed_seconds",
+            "How long the fleet has waited for an init after a failed round, 0 if it does not.",
+            time() - failed if failed else 0.0,
+        )
+        yield GaugeMetricFamily(
+            "fleet_call_seconds",
+            "How long the control call that moves the round has been on its way, 0 without one.",
+            time() - state.holder.since if state.holder else 0.0,
+        )
+        yield GaugeMetricFamily(
+            "fleet_gateways", "Gateways that serve this fleet.", len(state.gateways)
+        )
+
     def _replicas(self, state: FleetState) -> Iterator[Metric]:
         tally = Tally(found for _, found, _ in state.states())
         family = GaugeMetricFamily("fleet_replicas", "Replicas by state.", labels=["state"])
@@ -163,6 +178,16 @@ class _FleetCollector(Collector):
         yield GaugeMetricFamily("fleet_gate_held", "Rollouts waiting at the gate.", load.held)
         yield GaugeMetricFamily(
             "fleet_gate_held_bytes", "Bytes of rollouts waiting at the gate.", load.held_bytes
+        )
+        yield GaugeMetricFamily(
+            "fleet_gate_oldest_held_seconds",
+            "How long the rollout that waits longest at this gateway has waited.",
+            self._gate.oldest_held_s,
+        )
+        yield GaugeMetricFamily(
+            "fleet_lease_lapsed",
+            "1 if this gateway admits nobody because it cannot see the fleet, else 0.",
+            float(self._gate.lease_lapsed),
         )
         closed = self._gate.closed_since
         yield GaugeMetricFamily(

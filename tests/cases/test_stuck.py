@@ -74,6 +74,38 @@ async def test_without_a_lease_a_pause_lasts_and_is_alarmed() -> None:
         await wait_until(alarmed)
 
 
+def gauge(metrics: str, name: str) -> float:
+    """The value of a gauge without labels."""
+    line = next(x for x in metrics.splitlines() if x.startswith(f"{name} "))
+    return float(line.split()[1])
+
+
+async def test_each_way_to_be_stuck_has_a_gauge_to_alarm_on() -> None:
+    """A call on its way, a held rollout, a round left open, a failed round: each counts up."""
+    async with case_of(nccl(2), timeouts=Timeouts(update_s=1.5, **QUICK)) as case:
+
+        async def all_above_zero(*names: str) -> bool:
+            text = (await case.http.get("/metrics")).text
+            return all(gauge(text, name) > 0 for name in names)
+
+        await case.first_sync("1")
+        text = (await case.http.get("/metrics")).text
+        for name in ("call", "round_open", "round_failed", "gate_oldest_held", "gate_closed"):
+            assert gauge(text, f"fleet_{name}_seconds") == 0
+        assert gauge(text, "fleet_lease_lapsed") == 0
+        assert gauge(text, "fleet_gateways") == 1
+        await case.start()
+        held = asyncio.ensure_future(case.complete())
+        await case.await_held(1)
+        case.replicas[1].faults.add(UPDATE, "hang")
+        update = asyncio.ensure_future(case.update())
+        names = ("call", "round_open", "gate_oldest_held", "gate_closed")
+        await wait_until(lambda: all_above_zero(*(f"fleet_{name}_seconds" for name in names)))
+        assert (await update).status_code == 504
+        await wait_until(lambda: all_above_zero("fleet_round_failed_seconds"))
+        held.cancel()
+
+
 async def test_a_round_left_open_is_abandoned_after_its_deadline() -> None:
     """Members may hold half an update: they are fenced, and the next full update heals them."""
     async with case_of(nccl(2), timeouts=fast(round_s=0.5)) as case:
