@@ -1,0 +1,238 @@
+"""Gateways among each other, with gates that behave as the test says, over both store engines."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from time import monotonic
+
+import pytest
+
+from fleet.calls import CallId, Holder
+from fleet.errors import LeaseLost
+from fleet.events import HolderLost, InitRequested
+from fleet.gate import Load
+from fleet.ledger import Ledger
+from fleet.owner import task_owner
+from fleet.peers import Peers
+from fleet.store import Store, open_store
+from tests.fleets import NOW, fleet_of, group_for, replica
+from tests.waiting import wait_until
+
+LEASE_S = 0.6
+BEAT_S = 0.1
+
+
+class LocalGate:
+    """A gate whose rollouts are on their way until the test lets them go."""
+
+    def __init__(self) -> None:
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.until = 0.0
+
+    async def closed(self) -> None:
+        """Return when nothing is being sent."""
+        await self.idle.wait()
+
+    async def drained(self) -> None:
+        """Return when nothing runs."""
+        await self.idle.wait()
+
+    def renew(self, until: float) -> None:
+        """Take over until when it may admit."""
+        self.until = until
+
+    @property
+    def admits(self) -> bool:
+        """Whether a rollout that came now would be let through."""
+        return monotonic() < self.until
+
+    def load(self) -> Load:
+        """Two rollouts in hand, whoever asks."""
+        return Load(held=2, inflight={"a": 1})
+
+
+class Gateway:
+    """One gateway: its ledger, its gate, and its heartbeat, which can be stopped."""
+
+    def __init__(self, ledger: Ledger, owner: asyncio.TaskGroup) -> None:
+        self.ledger = ledger
+        self.gate = LocalGate()
+        self.taken: list[Holder] = []
+        self.peers = Peers(
+            ledger,
+            self.gate,
+            lambda work, name: owner.create_task(work, name=name),
+            where="here",
+            lease_s=LEASE_S,
+        )
+        self.peers.take_over = self._take_over
+        self._owner = owner
+        self._running: asyncio.Task[None] | None = None
+
+    async def _take_over(self, lost: Holder) -> None:
+        self.taken.append(lost)
+        holder = Holder(
+            gateway=self.peers.me, token="new", what=lost.what, call=lost.call, since=NOW
+        )
+        await self.ledger.apply(HolderLost(now=NOW, why="gone", lost=lost.token, holder=holder))
+
+    async def live(self) -> None:
+        """Take a seat and begin to beat."""
+        await self.peers.beat()
+        self._running = self._owner.create_task(self.peers.run(BEAT_S))
+
+    async def die(self) -> None:
+        """Stop at once, giving nothing back."""
+        assert self._running is not None
+        self._running.cancel()
+        await asyncio.wait({self._running})
+
+    def seated(self) -> set[str]:
+        """Who has a seat, as far as this gateway knows."""
+        return set(self.ledger.state.gateways)
+
+
+Opening = Callable[[], Awaitable[Gateway]]
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def another(request: pytest.FixtureRequest) -> AsyncIterator[Opening]:
+    """Open one more living gateway of the same fleet."""
+    memory = request.param == "memory"
+    url = f"memory://{uuid.uuid4()}" if memory else request.getfixturevalue("redis_url")
+    async with AsyncExitStack() as stack:
+        owner = await stack.enter_async_context(task_owner())
+
+        async def opened() -> Gateway:
+            store: Store = await stack.enter_async_context(open_store(url, "tests"))
+            ledger = await Ledger.open(store, "tests")
+            if not ledger.state.replicas:
+                fleet = fleet_of(replica("a"), replica("b"))
+                await ledger.amend(lambda state: state.with_replicas(fleet.replicas.values()))
+            gateway = Gateway(ledger, owner)
+            await gateway.live()
+            return gateway
+
+        async with asyncio.timeout(30):
+            yield opened
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until the condition holds."""
+
+    async def holds() -> bool:
+        return condition()
+
+    await wait_until(holds)
+
+
+async def test_alone_a_gate_closes_at_once(another: Opening) -> None:
+    """Nobody else is asked, and nobody is waited for."""
+    one = await another()
+    began = monotonic()
+    await one.peers.closed()
+    assert monotonic() - began < LEASE_S / 2
+
+
+async def test_closed_waits_for_the_last_byte_of_another_gateway(another: Opening) -> None:
+    """Its acknowledgement comes when nothing is between choice and last byte any more."""
+    one, two = await another(), await another()
+    await until(lambda: len(one.seated()) == 2)
+    two.gate.idle.clear()
+    closing = asyncio.ensure_future(one.peers.closed())
+    done, _ = await asyncio.wait({closing}, timeout=LEASE_S / 3)
+    assert not done
+    two.gate.idle.set()
+    await closing
+    assert len(one.seated()) == 2
+
+
+async def test_a_dead_gateway_is_waited_for_until_its_lease_has_ended(another: Opening) -> None:
+    """Not shorter, or it might still admit; not much longer, since the trainer's GPUs wait."""
+    one, two = await another(), await another()
+    await until(lambda: len(one.seated()) == 2)
+    await two.die()
+    could_admit_until = two.gate.until
+    await one.peers.closed()
+    assert monotonic() >= could_admit_until
+    assert monotonic() < could_admit_until + 2 * LEASE_S
+
+
+async def test_a_gateway_that_lives_but_does_not_acknowledge_is_expelled(another: Opening) -> None:
+    """Its gate is shut by its own lease before the closing one goes on; then it sits down anew."""
+    one, two = await another(), await another()
+    await until(lambda: len(one.seated()) == 2)
+    two.gate.idle.clear()
+    await one.peers.closed()
+    assert not two.gate.admits
+    with pytest.raises(LeaseLost):
+        two.peers.check()
+    assert two.peers.me not in one.seated()
+    two.gate.idle.set()  # its last byte has left: only now it may come back
+    await until(lambda: two.gate.admits and two.peers.me in one.seated())
+    two.peers.check()
+
+
+async def test_a_gateway_that_was_away_for_a_lease_does_not_admit_before_it_has_looked(
+    another: Opening,
+) -> None:
+    """Its gate follows its own clock, not a message that may be lost."""
+    one, two = await another(), await another()
+    await two.die()
+    await until(lambda: not two.gate.admits)
+    await until(lambda: two.peers.me not in one.seated())
+    revision = one.ledger.revision
+    await two.peers.beat()
+    assert two.gate.admits
+    assert two.ledger.revision > revision
+
+
+async def test_news_reach_every_gateway_without_a_heartbeat(another: Opening) -> None:
+    """What one writes, the others follow at once; the heartbeat is only the net below."""
+    gateways = [await another() for _ in range(3)]
+    await until(lambda: all(len(g.seated()) == 3 for g in gateways))
+    await gateways[0].ledger.apply(
+        InitRequested(now=NOW, group=group_for(gateways[0].ledger.state))
+    )
+    await until(lambda: all(g.ledger.state.phase == "initializing" for g in gateways))
+
+
+async def test_the_call_of_a_dead_gateway_is_taken_over_once(another: Opening) -> None:
+    """Of two that notice it, one succeeds, and the state says that it holds the fleet now."""
+    one, two, three = await another(), await another(), await another()
+    await until(lambda: all(len(g.seated()) == 3 for g in (one, two, three)))
+    call = CallId(by="trainer", name="/init")
+    holder = Holder(gateway=three.peers.me, token="old", what="init", call=call, since=NOW)
+    group = group_for(three.ledger.state)
+    await three.ledger.apply(InitRequested(now=NOW, group=group, holder=holder))
+    await three.die()
+    await until(lambda: one.ledger.state.phase == two.ledger.state.phase == "failed")
+    ended = one.ledger.state.ended
+    assert ended is not None
+    assert ended.was_lost
+    assert ended.holder.gateway in {one.peers.me, two.peers.me}
+
+
+async def test_a_gateway_that_leaves_is_gone_at_once(another: Opening) -> None:
+    """Seat and lease are given back; the next closing waits for nobody."""
+    one, two = await another(), await another()
+    await until(lambda: len(one.seated()) == 2)
+    await two.die()
+    await two.peers.leave()
+    assert not two.gate.admits
+    began = monotonic()
+    await one.ledger.refresh()
+    await one.peers.closed()
+    assert monotonic() - began < LEASE_S / 2
+
+
+async def test_what_all_gateways_have_in_hand_is_added_up(another: Opening) -> None:
+    """Each tells with its heartbeat; one that is gone does not count."""
+    one, two = await another(), await another()
+    await until(lambda: one.peers.load() == Load(held=4, inflight={"a": 2}))
+    await two.die()
+    await until(lambda: one.peers.load() == Load(held=2, inflight={"a": 1}))
