@@ -17,10 +17,14 @@
 {{- range $name, $value := .Values.gateway.settings }}
 {{- if kindIs "map" $value }}
 {{- range $inner, $leaf := $value }}
-{{ include "vllm-fleet-gateway.setting" (dict "path" (printf "FLEET_%s__%s" (upper $name) (upper $inner)) "value" $leaf) }}
+{{- with include "vllm-fleet-gateway.setting" (dict "path" (printf "FLEET_%s__%s" (upper $name) (upper $inner)) "value" $leaf) | trim }}
+{{ . }}
+{{- end }}
 {{- end }}
 {{- else }}
-{{ include "vllm-fleet-gateway.setting" (dict "path" (printf "FLEET_%s" (upper $name)) "value" $value) }}
+{{- with include "vllm-fleet-gateway.setting" (dict "path" (printf "FLEET_%s" (upper $name)) "value" $value) | trim }}
+{{ . }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
