@@ -34,7 +34,8 @@ class Rollout:
     """A rollout's answer, and by which weights and whom it was made.
 
     `weight_version` is the version at its dispatch, `weight_version_end` that at its completion;
-    the latter is None for a stream, whose headers went out before anybody could know. `body` is
+    the latter is None for a stream, whose headers went out before anybody could know. `kv_mixed`
+    says that prefixes may have been answered from the keys and values of older weights. `body` is
     the JSON of the answer, None for a stream.
     """
 
@@ -42,6 +43,7 @@ class Rollout:
     weight_version_end: str | None
     replica: str
     request_id: str
+    kv_mixed: bool = False
     body: Any = field(default=None, repr=False)
 
     @property
@@ -76,6 +78,7 @@ def rollout_of(headers: Mapping[str, str], content: bytes | None) -> Rollout:
         weight_version_end=end,
         replica=headers.get("x-fleet-replica", ""),
         request_id=headers.get("x-request-id", ""),
+        kv_mixed=headers.get("x-weight-version-kv") == "mixed",
         body=None if content is None else body_of(content),
     )
 

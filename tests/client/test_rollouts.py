@@ -54,6 +54,17 @@ async def test_a_rollout_across_an_update_says_so() -> None:
         assert not made.made_by_one_version
 
 
+async def test_a_rollout_says_when_its_prefix_may_rest_on_older_weights() -> None:
+    """The trainer paused without clearing the caches, as is its right."""
+    async with case_of() as case, AsyncFleetClient(url_of(case)) as client:
+        await case.first_sync("1")
+        assert not (await client.complete(ASK)).kv_mixed
+        await client.pause(clear_cache=False)
+        await case.sync("2")
+        await client.resume()
+        assert (await client.complete(ASK)).kv_mixed
+
+
 async def test_a_stream_comes_event_by_event_and_ends_with_its_context() -> None:
     """Its end version is unknown: the headers were the first thing to come."""
     async with case_of() as case, AsyncFleetClient(url_of(case)) as client:
