@@ -64,6 +64,10 @@ class Gate(Protocol):
         """Return when no rollout is being answered by any replica."""
         ...
 
+    async def informed(self) -> None:
+        """Return when every gateway follows the fleet's state as it is now; best effort."""
+        ...
+
     def check(self) -> None:
         """Raise LeaseLost unless this gateway may still act for the fleet."""
         ...

@@ -83,6 +83,16 @@ class Peers:
         await self._ask_others("drained", expel=False)
         await self._gate.drained()
 
+    async def informed(self) -> None:
+        """Return when every gateway follows the state as it is now, after a lease at the latest.
+
+        An answer that passes a gateway which has not heard of a commit yet ends under a version
+        that it does not name. One that cannot be told must not keep the others waiting.
+        """
+        with suppress(TimeoutError, StoreUnavailable):
+            async with asyncio.timeout(self._lease.ttl_s):
+                await self._ask_others("informed", expel=False)
+
     def load(self, *, only_here: bool = False) -> Load:
         """Return what the gateways have in hand, the others as of their last heartbeat.
 

@@ -65,7 +65,6 @@ Outcomes = dict[str, Outcome]
 Body = bytes | memoryview | None
 
 
-
 @dataclass(kw_only=True)
 class Errand:
     """One trainer call on its way: what it brings along, and what has come of it so far."""
@@ -194,6 +193,7 @@ class Performer:
 
     async def _send_resume(self, action: SendResume, errand: Errand) -> Answered:
         started = perf_counter()
+        await self._gate.informed()
         cleared = await self._reset_caches() if action.reset_caches else True
         outcomes = await self._resume(action.targets)
         errand.outcomes[SendResume] = outcomes
