@@ -17,7 +17,13 @@ from typing import Any
 import torch
 
 from fleet.backends.gloo_group import GlooGroup, join_group
-from fleet.sim.weights import StateDict, combine_digests, load_tensor, tensor_digests
+from fleet.sim.weights import (
+    StateDict,
+    build_state_dict,
+    combine_digests,
+    load_tensor,
+    tensor_digests,
+)
 
 Metadata = Mapping[str, Any]
 
@@ -117,6 +123,7 @@ class SimWorker:
 
     def _receive(self, kind: str, info: Metadata) -> None:
         if not self._moves_data:
+            self._make_up(kind, info)
             return
         group = self._group
         if group is None:
@@ -127,6 +134,15 @@ class SimWorker:
             group.broadcast(tensor, src=0)
             if kind == "model":  # no answer here depends on a draft model
                 load_tensor(self.state, name, tensor)
+
+    def _make_up(self, kind: str, info: Metadata) -> None:
+        """Take the tensors that `sim_seed` of the update stands for, if it names one."""
+        seed = info.get("sim_seed") if isinstance(info, dict) else None
+        if seed is None or kind != "model":
+            return
+        hidden_size = self.state["model.norm.weight"].shape[0]
+        for name, tensor in build_state_dict(seed, hidden_size).items():
+            load_tensor(self.state, name, tensor)
 
     def _complete(self, kind: str, info: Metadata) -> Metadata:
         """Names, dtypes and shapes of this chunk; all empty stands for the previous update's."""
