@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 
 SETTLE_S = 4.0
 """How long to wait for survivors of a broken group: gloo lets go of them after about 2 s."""
-SWEEP_S = 2.0
-"""How long the first look at a replica may take: the gateway serves nobody before it is over."""
+SWEEP_S = 5.0
+"""How long the first look at a replica may take: the gateway listens only after it."""
 SLICES = 10
 """In how many parts a sweep is cut, so that probing hundreds of replicas is no burst."""
 
@@ -146,12 +146,20 @@ class Registry:
     async def sweep(self) -> None:
         """Hold what the store says of each replica against the replica, once, before serving.
 
-        Who sits in a collective or does not answer at once is left to the probes.
+        Who sits in a collective is left to the probes. Who does not answer in time is looked at
+        again aside; only then `swept` is set, and the gateway says that it is ready.
         """
         was_empty = self._store_was_empty
-        await self._look(self._ledger.state.replicas.values(), _Look.WHOLLY)
+        late = await self._look(self._ledger.state.replicas.values(), _Look.WHOLLY)
         if was_empty:
             await self._close_forgotten_sessions()
+        if late:
+            self._fan_out.spawn(self._end_sweep(late), name="look at who was late")
+        else:
+            self.swept.set()
+
+    async def _end_sweep(self, late: list[str]) -> None:
+        await self._look_quietly(late)
         self.swept.set()
 
     async def _close_forgotten_sessions(self) -> None:
@@ -187,7 +195,8 @@ class Registry:
         known = self._ledger.state.replicas
         await self._look([known[r] for r in replicas if r in known], _Look.CLOSELY)
 
-    async def _look(self, replicas: Iterable[Replica], how: _Look) -> None:
+    async def _look(self, replicas: Iterable[Replica], how: _Look) -> list[str]:
+        """Look at these replicas and write down what was seen; return who was not seen in time."""
         busy = self._fan_out.in_flight() | in_collective(self._ledger.state)
         before = {r.id: r for r in replicas if r.id not in busy}
         began = self._ledger.state
@@ -209,6 +218,7 @@ class Registry:
         after = await self._ledger.amend(change)
         for name, replica in before.items():
             _tell(replica, after.replicas.get(name))
+        return [name for name in before if name not in seen]
 
     async def _observe(self, replica: Replica, how: _Look) -> Observation | None:
         limit_s = self._options.deadlines.probe_s
