@@ -26,6 +26,14 @@ def status_table(fleet: Answer, replicas: Answer) -> Group:
     if fleet["membership"]["changed"]:
         world = fleet["membership"]["world_size"]
         notes.append(Text(f"membership changed: the next init needs world_size={world}"))
+    if fleet["pause"]:
+        notes.append(Text(f"paused by {fleet['pause']['by']}"))
+    if fleet["call"]:
+        call = fleet["call"]
+        notes.append(Text(f"{call['what']} on its way, by {call['by']}"))
+    if len(fleet["gateways"]) > 1:
+        seats = ", ".join(seat["where"] for seat in fleet["gateways"].values())
+        notes.append(Text(f"gateways: {seats}"))
     if fleet["round"]:
         current = fleet["round"]
         reason = f": {current['reason']}" if current["reason"] else ""
