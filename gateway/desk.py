@@ -61,7 +61,7 @@ class Desk:
         started = perf_counter()
         try:
             value, body = await self._read(request, parse, right, limit)
-            await self._catch_up(request)
+            await self.catch_up(request)
             answer = await self._carry_out(request, body, lambda: act(value))
             response = self._answer(answer)
         except FleetError as error:
@@ -93,7 +93,7 @@ class Desk:
             self._resets = state.resets
             self._flights.forget()
 
-    async def _catch_up(self, request: Request) -> None:
+    async def catch_up(self, request: Request) -> None:
         """See first what other gateways have done; who only looks or aborts need not see it."""
         if len(self._ledger.state.gateways) < 2:
             return

@@ -25,19 +25,19 @@ router = APIRouter(prefix="/fleet")
 @router.get("")
 async def fleet(request: Request) -> Response:
     """Summarise the fleet: version, phase, gate, membership, open round, replicas by state."""
-    return _shown(request, lambda g: fleet_view(g.ledger.state, g.load(), g.gate.closed_since))
+    return await _shown(request, lambda g: fleet_view(g.ledger.state, g.load(), g.gate.closed_since))
 
 
 @router.get("/replicas")
 async def replicas(request: Request) -> Response:
     """List every replica with its state and the reason for it."""
-    return _shown(request, lambda g: {"replicas": replicas_view(g.ledger.state, g.load())})
+    return await _shown(request, lambda g: {"replicas": replicas_view(g.ledger.state, g.load())})
 
 
 @router.get("/layout")
 async def layout(request: Request) -> Response:
     """Show which ranks each replica has in the current group."""
-    return _shown(request, lambda g: layout_view(g.ledger.state))
+    return await _shown(request, lambda g: layout_view(g.ledger.state))
 
 
 @router.get("/rounds")
@@ -203,8 +203,10 @@ def _one(gateway: Gateway, replica: str) -> dict[str, Any]:
     return next(view for view in views if view["id"] == replica)
 
 
-def _shown(request: Request, view: Callable[[Gateway], dict[str, Any]]) -> Response:
-    return _json(view(_guarded(request)))
+async def _shown(request: Request, view: Callable[[Gateway], dict[str, Any]]) -> Response:
+    gateway = _guarded(request)
+    await gateway.desk.catch_up(request)
+    return _json(view(gateway))
 
 
 def _guarded(request: Request) -> Gateway:
