@@ -125,14 +125,14 @@ class Nursery:
 
 
 @asynccontextmanager
-async def nursery(folder: Path) -> AsyncGenerator[Nursery]:
-    """Load the code once; gateways are forked from there."""
+async def nursery(folder: Path, **environment: str) -> AsyncGenerator[Nursery]:
+    """Load the code once, with these variables set; gateways are forked from there."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("FLEET_")}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "tests.gateways.forked",
-        env=clean,
+        env=clean | environment,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=LINE_LIMIT,

@@ -3,7 +3,8 @@
 So a test can say "just before the n-th state write reaches Redis" or "after Redis has done it, but
 before the gateway hears so", and it can break, delay or swallow what passes. It parses no more of
 RESP than commands (arrays of bulk strings), and looks into one kind of them: EVAL that sets the key
-`fleet:{…}:state`. Heartbeats, leases and what gateways tell each other pass unseen.
+`fleet:{…}:state`; `heard` is told what Redis has confirmed. Heartbeats, leases and what gateways
+tell each other pass unseen.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class StoreProxy:
     writes: list[FleetState] = field(default_factory=list[FleetState])
     trap: Trap | None = None
     sprung: asyncio.Event = field(default_factory=asyncio.Event)
+    heard: Callable[[str, FleetState], None] | None = None
     delay_s: float = 0.0
     deaf: bool = False
     is_cut: bool = False
@@ -102,12 +104,12 @@ class StoreProxy:
 
 @dataclass
 class _Link:
-    """One connection through the proxy; `awaits` says that the next answer is a state write's."""
+    """One connection through the proxy; `awaits` is the state write that the next answer is for."""
 
     proxy: StoreProxy
     back: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    awaits: bool = False
+    awaits: tuple[str, FleetState] | None = None
 
     async def run(self, reader: asyncio.StreamReader, forth: asyncio.StreamWriter) -> None:
         tasks = [
@@ -127,13 +129,13 @@ class _Link:
             buffer += chunk
             used = 0
             for words, end in commands(buffer):
-                state = state_written(words)
-                if state is not None:
-                    self.proxy.writes.append(state)
+                written = state_written(words)
+                if written is not None:
+                    self.proxy.writes.append(written[1])
                     if self.proxy.due("before"):
                         self.proxy.spring()
                         return
-                    self.awaits = True
+                    self.awaits = written
                 forth.write(buffer[used:end])
                 used = end
             buffer = buffer[used:]
@@ -141,15 +143,17 @@ class _Link:
 
     async def _tell(self) -> None:
         while chunk := await self.back.read(1 << 16):
-            if self.proxy.delay_s:
-                await asyncio.sleep(self.proxy.delay_s)
-            if self.awaits:
-                self.awaits = False
+            written, self.awaits = self.awaits, None
+            if written is not None:
                 if chunk != DONE:  # somebody else was faster, so nothing was written
                     self.proxy.writes.pop()
                 elif self.proxy.due("after"):
                     self.proxy.spring()
                     return
+                elif self.proxy.heard is not None:
+                    self.proxy.heard(*written)
+            if self.proxy.delay_s:
+                await asyncio.sleep(self.proxy.delay_s)
             if not self.proxy.deaf:
                 self.writer.write(chunk)
                 await self.writer.drain()
@@ -176,13 +180,14 @@ def commands(buffer: bytes) -> Iterator[tuple[list[bytes], int]]:
         yield words, at
 
 
-def state_written(words: list[bytes]) -> FleetState | None:
-    """Return the state that a command writes, or None if it is any other command."""
+def state_written(words: list[bytes]) -> tuple[str, FleetState] | None:
+    """Return stamp and state that a command writes, or None if it is any other command."""
     if len(words) < 8 or words[0].upper() != b"EVAL" or words[6] != b"set":
         return None
     if not (words[3].startswith(b"fleet:{") and words[3].endswith(b"}:state")):
         return None
-    return msgspec.json.decode(words[7].partition(b"\n")[2], type=FleetState)
+    stamp, _, body = words[7].partition(b"\n")
+    return stamp.decode(), msgspec.json.decode(body, type=FleetState)
 
 
 @asynccontextmanager
