@@ -13,7 +13,7 @@ CHART := .tools/chart
 CHART_TOOLS := $(CHART)/installed.sha256
 
 .DEFAULT_GOAL := help
-.PHONY: help venv redis demo test test-chart chart-docs check format e2e bench bench-rollouts clean
+.PHONY: help venv redis chromium demo test test-chart chart-docs check format e2e bench bench-rollouts clean
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 redis: ## Make sure that there is a redis-server for the tests
 	@command -v redis-server >/dev/null || sh .ci/apt redis-server
+
+chromium: ## Make sure that there is a browser for the dashboard's tests, which are skipped without
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || sh .ci/apt chromium
 
 demo: venv ## Run the main job on simulated replicas, start to end
 	$(BIN)/fleet demo

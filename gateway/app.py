@@ -47,7 +47,7 @@ from gateway.gate import RolloutGate
 from gateway.metrics import Metrics
 from gateway.proxy import RolloutProxy
 from gateway.rollouts import Rollouts, is_rollout
-from gateway.routes import admin, control, ops
+from gateway.routes import admin, control, ops, pages
 from gateway.settings_model import DeploymentKind, Settings
 from gateway.single_flight import ControlCall, SingleFlight
 
@@ -93,7 +93,7 @@ def create_app(settings: Settings) -> Application:
     framework = FastAPI(
         title="vLLM fleet gateway", lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    for routes in (control.router, admin.router, ops.router):
+    for routes in (control.router, admin.router, ops.router, pages.router):
         framework.include_router(routes)
     framework.add_exception_handler(FleetError, _fleet_error)
     framework.add_exception_handler(RequestValidationError, _bad_query)

@@ -25,7 +25,9 @@ router = APIRouter(prefix="/fleet")
 @router.get("")
 async def fleet(request: Request) -> Response:
     """Summarise the fleet: version, phase, gate, membership, open round, replicas by state."""
-    return await _shown(request, lambda g: fleet_view(g.ledger.state, g.load(), g.gate.closed_since))
+    return await _shown(
+        request, lambda g: fleet_view(g.ledger.state, g.load(), g.gate.closed_since)
+    )
 
 
 @router.get("/replicas")
