@@ -23,6 +23,7 @@ from tests.e2e.tiny_model import build_model, made_by
 from tests.e2e.trainer import joined_trainer
 
 REQUESTS = 240
+PER_S = 12  # so that they come for some 20 s, and updates find the time to be in between
 BENCH_S = 300.0
 PROMPT = [7, 300, 12, 45]
 TOKENS = 240
@@ -38,8 +39,8 @@ def test_vllms_own_benchmark_fails_no_request_while_weights_change(
     gateway.wait_for_states("ready", "ready")
     with joined_trainer(gateway.url, world_size=3) as trainer:
         with benchmark(gateway.url, model_dir, tmp_path) as bench:
-            for seed in (91, 92):
-                gateway.wait_until(lambda: in_flight(gateway) > 0, BENCH_S)
+            for seed, count in ((91, 40), (92, 80)):
+                gateway.wait_until(lambda n=count: answered(gateway) >= n, BENCH_S)
                 trainer.send(seed)
             assert bench.poll() is None, "it was over before the updates were"
         assert bench.returncode == 0, (tmp_path / "bench.log").read_text()[-3000:]
@@ -203,7 +204,7 @@ def benchmark(url: str, model_dir: Path, results: Path) -> Generator["subprocess
     command += ["--base-url", url, "--model", MODEL_NAME, "--tokenizer", str(model_dir)]
     command += ["--dataset-name", "random", "--random-input-len", "16"]
     command += ["--random-output-len", "32", "--ignore-eos", "--num-prompts", str(REQUESTS)]
-    command += ["--max-concurrency", "32", "--disable-tqdm"]
+    command += ["--request-rate", str(PER_S), "--disable-tqdm"]
     command += ["--save-result", "--result-dir", str(results), "--result-filename", "bench.json"]
     quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with (results / "bench.log").open("wb") as log:
@@ -216,6 +217,12 @@ def benchmark(url: str, model_dir: Path, results: Path) -> Generator["subprocess
     finally:
         bench.kill()
         bench.wait()
+
+
+def answered(gateway: RunningGateway) -> float:
+    """How many rollouts have been answered so far."""
+    lines = httpx.get(f"{gateway.url}/metrics", timeout=60).text.splitlines()
+    return sum(float(x.split(" ")[-1]) for x in lines if x.startswith("fleet_rollouts_total{"))
 
 
 def in_flight(gateway: RunningGateway) -> int:
