@@ -55,9 +55,8 @@ def _mislabelled(rollout: Rollout, commits: dict[str, int], history: History) ->
     updated = _was_updated(history, rollout)
     if not updated and set(versions) != {label}:
         yield f"label {label}, made by {versions}, and no update in between"
-    last = rollout.end_label or label
-    if not rollout.is_stream and versions[-1] != last:
-        yield f"said to end with {last}, made by {versions}"
+    if not rollout.is_stream and not order[-1] <= commits.get(rollout.end_label or label, -1):
+        yield f"said to end with {rollout.end_label or label}, made by {versions}"
 
 
 def labels_never_go_back(history: History) -> Iterator[str]:

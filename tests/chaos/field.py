@@ -12,12 +12,13 @@ import asyncio
 import shutil
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from glob import glob
 from pathlib import Path
 from time import monotonic
 
 import httpx
+from msgspec.structs import replace as change
 
 from fleet.sim import SimFleet, SimOptions, SimReplica
 from fleet.state import FleetState
@@ -47,10 +48,12 @@ SETTINGS = {
     "FLEET_LOG__LEVEL": "warning",
 }
 FAKETIME = {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_CACHE_DURATION": "1"}
+BOOT_S = 1.0
+"""How long a replica is down at least. A real server takes longer to boot; one that came back
+within the probe interval (0.2 s here) could answer before anybody sees that it is another."""
 DEADLINE_S = 30.0
 """The longest that a call may take at a gateway that is there: settling, a lease or two, the phases
 of a start, and their undoing, each up to its own deadline."""
-WEDGED_S = 4.0
 
 
 def faketime() -> str | None:
@@ -179,6 +182,10 @@ class Field:
 
     def heard(self, stamp: str, state: FleetState) -> None:
         """Note one state that Redis has confirmed."""
+        if self.history.states:  # the last one has all commits; the others need not keep them
+            last = self.history.states[-1]
+            brief = change(last.state, commits=last.state.commits[-1:], ended=None)
+            self.history.states[-1] = replace(last, state=brief)
         revision = int(stamp.split(":")[1])
         self.history.states.append(Written(at=monotonic(), revision=revision, state=state))
 
@@ -242,9 +249,9 @@ class Field:
     def _replica_work(self, fault: Fault, replica: SimReplica) -> Awaitable[None]:
         seconds = fault.seconds
         if fault.kind == "replica killed":
-            return self._kill_replica(replica, seconds)
+            return self._kill_replica(replica, BOOT_S + seconds)
         if fault.kind == "replica restarted":
-            return self._kill_replica(replica, 0.0)
+            return self._kill_replica(replica, BOOT_S)
         if fault.kind == "replica hangs":
             return self._hang(replica, seconds + 2)
         if fault.kind == "replica call fails":

@@ -68,7 +68,7 @@ class Report:
         ]
         for rule, found in self.violations.items():
             lines.append(f"  {rule}: {len(found)}")
-            lines += [f"    {told}" for told in found[:5]]
+            lines += [f"    {told}" for told in found[:12]]
         return "\n".join(lines)
 
 
