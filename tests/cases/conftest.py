@@ -12,8 +12,9 @@ import httpx
 
 from fleet.sim import SimFleet, SimOptions, SimReplica
 from fleet.sim.log import ControlCall
+from gateway.context import Gateway
 from gateway.settings_model import Settings, Timeouts
-from tests.gateway.serving import serve
+from tests.gateway.serving import Served, serve
 from tests.waiting import wait_until
 
 NAMES = ("embed", "layer.0", "layer.1", "head")
@@ -33,6 +34,8 @@ class Seen(Protocol):
     """A gateway, in this process or another: what a Case needs of it."""
 
     @property
+    def url(self) -> str: ...
+    @property
     def http(self) -> httpx.AsyncClient: ...
     async def fleet(self) -> dict[str, Any]: ...
     async def states(self) -> dict[str, str]: ...
@@ -44,6 +47,12 @@ class Case:
 
     sim: SimFleet
     served: Seen
+
+    @property
+    def gateway(self) -> Gateway:
+        """The parts of a gateway that runs in this process."""
+        assert isinstance(self.served, Served)
+        return self.served.gateway
 
     @property
     def http(self) -> httpx.AsyncClient:

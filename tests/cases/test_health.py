@@ -213,7 +213,7 @@ async def test_a_suspicion_is_per_replica_and_does_not_last(
     """Another replica is looked at as well, and the same one again a little later."""
     async with case_of(nccl(2)) as case:
         looked: list[str] = []
-        shared = Rollouts(case.served.gateway.gate, Metrics(), Settings(), looked.append)
+        shared = Rollouts(case.gateway.gate, Metrics(), Settings(), looked.append)
         for _ in range(100):
             for replica in ("a", "b"):
                 shared.suspect(replica, "reset")

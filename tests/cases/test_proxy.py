@@ -273,7 +273,7 @@ async def test_a_stream_that_breaks_is_broken_off_and_not_replayed() -> None:
             await _read_into(pieces, case, body)
         assert pieces
         assert b"[DONE]" not in b"".join(pieces)
-        await wait_until(lambda: _is_idle(case.served))
+        await wait_until(lambda: _is_idle(case))
         assert sum(len(replica.faults.as_json()) for replica in case.replicas) == 2
         assert (await case.complete()).status_code == 200
 
@@ -364,6 +364,6 @@ async def _has_requests(replica: RawReplica, count: int) -> bool:
     return len(replica.requests) == count
 
 
-async def _is_idle(served: Served) -> bool:
+async def _is_idle(served: Served | Case) -> bool:
     found = (await served.http.get("/fleet/replicas")).json()["replicas"]
     return not any(replica["inflight"] for replica in found)

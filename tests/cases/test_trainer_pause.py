@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -174,7 +175,7 @@ async def test_with_pause_off_the_caches_are_reset_after_the_commit() -> None:
 
 
 @asynccontextmanager
-async def _gloo(**settings: str) -> AsyncGenerator[tuple[Case, SimTrainer]]:
+async def _gloo(**settings: Any) -> AsyncGenerator[tuple[Case, SimTrainer]]:
     """Two replicas with real weights and a trainer in their group."""
     async with case_of(SimOptions(replicas=2), **settings) as case:
         trainer = SimTrainer(case.served.url, timeout_s=20)

@@ -29,7 +29,7 @@ async def test_case_19_a_restart_that_only_the_label_tells_gets_no_traffic() -> 
         await case.first_sync("1")
 
         async def named() -> bool:
-            known = case.served.gateway.ledger.state.replicas
+            known = case.gateway.ledger.state.replicas
             return known[case.replicas[0].id].named == "1"
 
         await wait_until(named)
