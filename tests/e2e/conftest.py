@@ -83,4 +83,6 @@ if HAS_VLLM:
         with running_gateway(
             real_fleet.urls, tmp_path / "gateway.log", gateway_settings
         ) as running:
+            # on a busy machine a real server may answer its first probe too late
+            running.wait_until(lambda: not {"joining", "wedged"} & set(running.states().values()))
             yield running
