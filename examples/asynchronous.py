@@ -16,8 +16,9 @@ from fleet.client import AsyncFleetClient, FleetWeightSyncClient
 from fleet.client.elastic import ElasticSession
 
 PROMPT = [7, 300, 12, 45]
-FIRST = 16  # tokens to wait for before the pause
-ALL = 160
+FIRST = 8  # tokens to wait for before the pause
+ALL = 240
+ATTEMPTS = 10  # a small model may be done before the pause is there
 STILL_S = 1.0  # no token for so long after the pause: all that were made are here
 
 
@@ -52,22 +53,25 @@ async def one_answer(
     model: Any,
 ) -> tuple[list[int], list[int]]:
     """Stream one answer across an update; return the tokens before and after it."""
-    tokens: list[int] = []
     body = {"prompt": PROMPT, "max_tokens": ALL, "temperature": 0, "ignore_eos": True}
-    path, more = "/v1/completions", {"return_token_ids": True}
-    async with rollouts.stream(path, {**body, **more}, request_id="long") as stream:
-        begun = asyncio.Event()
-        reading = asyncio.create_task(read(stream.events(), tokens, begun))
-        await begun.wait()
-        await asyncio.to_thread(trainer.pause, "keep")
-        await until_still(tokens)
-        before = len(tokens)
-        shake(model, step=1)
-        await asyncio.to_thread(session.send_weights, weight_version="after")
-        assert len(tokens) == before, "a paused answer went on"
-        await asyncio.to_thread(trainer.resume)
-        await reading
-    return tokens[:before], tokens[before:]
+    for _ in range(ATTEMPTS):
+        tokens: list[int] = []
+        async with rollouts.stream("/v1/completions", {**body, "return_token_ids": True}) as stream:
+            begun = asyncio.Event()
+            reading = asyncio.create_task(read(stream.events(), tokens, begun))
+            await begun.wait()
+            await asyncio.to_thread(trainer.pause, "keep")
+            await until_still(tokens)
+            before = len(tokens)
+            if before < ALL:
+                shake(model, step=1)
+                await asyncio.to_thread(session.send_weights, weight_version="after")
+                assert len(tokens) == before, "a paused answer went on"
+            await asyncio.to_thread(trainer.resume)
+            await reading
+        if before < ALL:
+            return tokens[:before], tokens[before:]
+    raise RuntimeError(f"{ATTEMPTS} answers were complete before the pause was there")
 
 
 async def read(events: Any, into: list[int], begun: asyncio.Event) -> None:

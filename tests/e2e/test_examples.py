@@ -14,9 +14,9 @@ def test_the_asynchronous_example_goes_on_with_new_weights_in_mid_generation(
     """It checks the tokens of both sides against transformers itself, and says how many."""
     said = run_example("asynchronous", *for_cpus(gateway, model_dir))
     before, after = (int(n) for n in re.findall(r"^(\d+) tokens", said, re.MULTILINE))
-    assert before >= 16
+    assert before >= 8
     assert after >= 1
-    assert before + after == 160
+    assert before + after == 240
     assert gateway.version == "after"
 
 
@@ -25,6 +25,7 @@ def test_the_rl_loop_learns_and_keeps_its_bound_on_staleness(
 ) -> None:
     """Its reward goes up; batches mix versions, none older than two behind the one trained."""
     said = run_example("rl_loop", *for_cpus(gateway, model_dir), "--steps", "32")
+    print(said)
     steps = re.findall(r"version (\d+): .*by version \{(.*?)\}", said)
     assert len(steps) == 32
     batches = [[int(v) for v in re.findall(r"(\d+):", versions)] for _, versions in steps]
