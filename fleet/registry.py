@@ -44,6 +44,8 @@ SETTLE_S = 4.0
 """How long to wait for survivors of a broken group: gloo lets go of them after about 2 s."""
 SWEEP_S = 5.0
 """How long the first look at a replica may take: the gateway listens only after it."""
+RELOOK_S = 1.0
+"""How long a decision waits for one that counts as lost: it is there at once, or not at all."""
 SLICES = 10
 """In how many parts a sweep is cut, so that probing hundreds of replicas is no burst."""
 
@@ -223,8 +225,9 @@ class Registry:
     async def _observe(self, replica: Replica, how: _Look) -> Observation | None:
         limit_s = self._options.deadlines.probe_s
         is_first = how is _Look.WHOLLY
+        first_s = min(limit_s, RELOOK_S if replica.lost else SWEEP_S)
         try:
-            async with asyncio.timeout(min(limit_s, SWEEP_S) if is_first else limit_s):
+            async with asyncio.timeout(first_s if is_first else limit_s):
                 seen = await self._ask(replica, how)
         except TimeoutError:
             if is_first:
