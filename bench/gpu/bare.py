@@ -36,6 +36,9 @@ class Bare:
     def measure(self) -> list[float]:
         """Join as rank 0, broadcast, and return the seconds of each round but the first."""
         kind, world = self.stage.options.kind, 1 + len(self.receivers)
+        dead = [receiver for receiver in self.receivers if not receiver.alive]
+        if dead:
+            raise RuntimeError(f"a receiver has died:\n{dead[0].tail()}")
         group = join(kind, 0, world, self.port)
         taken: list[float] = []
         pieces = buffers(kind, self.total)

@@ -2,7 +2,7 @@
 
 vLLM 0.33 needs NCCL 2.29.7 or newer. With an older one its communicator switches itself off
 without an error, every call is answered 200, and the servers hold garbage. So where a newer library
-is named by FLEET_BENCH_NCCL, it is preloaded, in the servers and in the trainer.
+is named by BENCH_NCCL, it is preloaded, in the servers and in the trainer.
 
 NVLink multicast stays off: on shared hosts it can put GPUs out of service for others.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 
-NCCL_LIBRARY = "FLEET_BENCH_NCCL"
+NCCL_LIBRARY = "BENCH_NCCL"
 
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
@@ -46,7 +46,7 @@ CPU_SERVER = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-SHOWN = ("NCCL_", "TORCH_", "NVSHMEM_", "CUDA_", "LD_PRELOAD", "FLEET_BENCH", "VLLM_ALLOW")
+SHOWN = ("NCCL_", "TORCH_", "NVSHMEM_", "CUDA_", "LD_PRELOAD", "BENCH_", "VLLM_ALLOW")
 PACKAGES = ("torch", "vllm", "transformers", "triton", "fastapi", "aiohttp", "vllm-fleet-gateway")
 
 
@@ -93,7 +93,7 @@ def facts() -> list[str]:
     lines += [_nccl(), _said(["nvidia-smi", "-L"]) or "no GPU"]
     query = ["--query-gpu=driver_version,memory.total", "--format=csv,noheader"]
     lines += [_said(["nvidia-smi", *query]), f"kernel {platform.release()}"]
-    commit = os.environ.get("FLEET_BENCH_COMMIT") or _said(["git", "rev-parse", "--short", "HEAD"])
+    commit = os.environ.get("BENCH_COMMIT") or _said(["git", "rev-parse", "--short", "HEAD"])
     lines += [f"commit {commit or 'unknown'}"]
     set_here = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(SHOWN)]
     return [line for line in [*lines, " ".join(set_here)] if line]

@@ -139,14 +139,18 @@ def gateway(
 
 
 def spawn(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a program with these variables more, its output in the log."""
+    """Start a program with these variables more, its output in the log.
+
+    Settings of a gateway that is none of ours are not passed on.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     paths = [str(environment.root()), os.environ.get("PYTHONPATH", "")]
     search = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("FLEET_")}
     with log.open("ab") as output:
         return subprocess.Popen(
             command,
-            env={**os.environ, **search, **environ},
+            env={**inherited, **search, **environ},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -210,9 +210,7 @@ class Stage:
         engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=self.source)
         group = getattr(engine, "model_update_group", None)
         if getattr(group, "disabled", False):
-            raise RuntimeError(
-                "NCCL switched itself off: preload 2.29.7 or newer (FLEET_BENCH_NCCL)"
-            )
+            raise RuntimeError("NCCL switched itself off: preload 2.29.7 or newer (BENCH_NCCL)")
         return engine
 
     def session(
