@@ -22,6 +22,7 @@ from bench.gpu.stage import Stage
 
 PIECE = 1 << 30  # bytes of one broadcast: vLLM's packed buffer
 ROUNDS = 6  # the first one is not counted
+READY, READY_S = "ready to receive", 120.0
 
 
 @dataclass
@@ -36,9 +37,7 @@ class Bare:
     def measure(self) -> list[float]:
         """Join as rank 0, broadcast, and return the seconds of each round but the first."""
         kind, world = self.stage.options.kind, 1 + len(self.receivers)
-        dead = [receiver for receiver in self.receivers if not receiver.alive]
-        if dead:
-            raise RuntimeError(f"a receiver has died:\n{dead[0].tail()}")
+        self._wait_ready()
         group = join(kind, 0, world, self.port)
         taken: list[float] = []
         pieces = buffers(kind, self.total)
@@ -52,13 +51,22 @@ class Bare:
         self.stage.stop(*self.receivers)
         return taken
 
+    def _wait_ready(self) -> None:
+        """Wait until all have imported what they need; whoever dies before is told."""
+        ends = time.monotonic() + READY_S
+        for receiver in self.receivers:
+            while READY not in receiver.log.read_text(errors="replace"):
+                if not receiver.alive or time.monotonic() > ends:
+                    raise RuntimeError(f"a receiver did not come up:\n{receiver.tail()}")
+                time.sleep(0.05)
+
 
 def receivers(stage: Stage, gpus: Sequence[Sequence[int]], total: int) -> Bare:
     """Start one receiver for each entry of `gpus`; they meet whoever calls `measure`."""
     port, world = free_port(), 1 + len(gpus)
     made: list[Child] = []
     for rank, visible in enumerate(gpus, start=1):
-        told, log = (rank, world, port, total), stage.scratch / f"bare-{world}-{rank}.log"
+        told, log = (rank, world, port, total), stage.scratch / f"bare-{port}-{rank}.log"
         if stage.forks is not None:
             made.append(Child(stage.forks.start("receiver", told, log), log))
             continue
@@ -87,10 +95,14 @@ def join(kind: str, rank: int, world: int, port: int) -> Any:
 
 
 def buffers(kind: str, total: int) -> list[torch.Tensor]:
-    """Memory for `total` bytes, in pieces of the size of vLLM's packed buffers."""
+    """What `total` bytes are sent from, piece by piece, each as large as vLLM's packed buffers.
+
+    All pieces are the same memory, which is far larger than any cache.
+    """
     device = "cuda:0" if kind == "gpu" else "cpu"
     sizes = [min(PIECE, total - start) for start in range(0, total, PIECE)]
-    return [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+    whole = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    return [whole[:size] for size in sizes]
 
 
 def run_round(kind: str, group: Any, pieces: Sequence[torch.Tensor]) -> None:
@@ -109,6 +121,11 @@ def leave(group: Any) -> None:
 
 def receive(kind: str, rank: int, world: int, port: int, total: int) -> None:
     """Be one receiver, to the end."""
+    if kind == "gpu":
+        import vllm.distributed.weight_transfer.nccl_common as _
+
+        torch.cuda.set_device(0)
+    print(READY, flush=True)
     group = join(kind, rank, world, port)
     pieces = buffers(kind, total)
     for _ in range(ROUNDS):

@@ -26,7 +26,7 @@ def run(options: Options, evidence: Evidence) -> None:
         for size in options.replicas:
             for packed in options.packings[::-1]:
                 with evidence.part(f"{'packed' if packed else 'whole'}, {size} replicas"):
-                    measure(stage, fleet, size, packed=packed, on_wire=False)
+                    measure(stage, fleet, size, packed=packed)
 
 
 def main() -> None:

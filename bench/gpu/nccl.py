@@ -49,19 +49,33 @@ class Times:
 def run(options: Options, evidence: Evidence) -> None:
     """Boot once, then measure every group size, packed and unpacked."""
     with staged(options, evidence) as stage:
+        total = nbytes(stage.weights)
+        wires = {
+            size: bare.receivers(stage, _gpus(options, size), total) for size in options.replicas
+        }
         fleet = boot_fleet(stage, options.most_replicas)
+        bares: dict[int, list[float]] = {}
+        for size in options.replicas:
+            with evidence.part(f"bare broadcast, {size} receivers"):
+                bares[size] = wires[size].measure()
+                speed = bare.rate(total, bares[size]) / 1e9
+                evidence.line(f"{gigabytes(total)}: {spread(bares[size])}, {speed:.2f} GB/s")
         for size in options.replicas:
             for packed in options.packings:
                 words = f"{'packed' if packed else 'unpacked'}, {size} replicas"
                 with evidence.part(f"{words}, {options.placement} placement"):
-                    measure(stage, fleet, size, packed=packed)
+                    ours = measure(stage, fleet, size, packed=packed)
+                    if size in bares:
+                        against_bare(stage, ours, total, bares[size], packed=packed)
 
 
-def measure(stage: Stage, fleet: Fleet, size: int, *, packed: bool, on_wire: bool = True) -> None:
-    """One group: rounds by turns, checksums, ratios; also of a bare broadcast, `on_wire`."""
-    servers, total = fleet.servers[:size], nbytes(stage.weights)
-    gpus = [stage.options.gpu_of_replica(n) for n in range(size)]
-    wires = bare.receivers(stage, gpus, total) if on_wire else None
+def _gpus(options: Options, size: int) -> list[tuple[int, ...]]:
+    return [options.gpu_of_replica(number) for number in range(size)]
+
+
+def measure(stage: Stage, fleet: Fleet, size: int, *, packed: bool) -> Times:
+    """One group: rounds by turns, checksums, ratios; returns the gateway's times."""
+    servers = fleet.servers[:size]
     front = stage.before(servers)
     clients = {
         "gateway": stage.client(front.url),
@@ -85,9 +99,8 @@ def measure(stage: Stage, fleet: Fleet, size: int, *, packed: bool, on_wire: boo
     clients["gateway"].shutdown_weight_transfer_engine()
     clients["direct"].close()
     stage.stop(front)
-    report(stage, times, total)
-    if wires is not None:
-        against_bare(stage, times["gateway"], total, wires.measure(), packed=packed)
+    report(stage, times, nbytes(stage.weights))
+    return times["gateway"]
 
 
 def send(stage: Stage, engine: Any, client: Timed, version: str) -> None:
@@ -135,11 +148,7 @@ def report(stage: Stage, times: dict[str, Times], total: int) -> None:
 
 def against_bare(stage: Stage, ours: Times, total: int, wire: list[float], *, packed: bool) -> None:
     """What part of the wire's own rate an update reaches."""
-    rate = bare.rate(total, wire)
-    stage.evidence.line(
-        f"bare broadcast of the same bytes, same group: {spread(wire)}, {rate / 1e9:.2f} GB/s"
-    )
-    of_bare = bare.rate(total, ours.transfer) / rate
+    of_bare = bare.rate(total, ours.transfer) / bare.rate(total, wire)
     text = f"update through the gateway at {of_bare:.2f} of the bare broadcast's rate"
     if packed:
         stage.evidence.aim(of_bare >= AIM_OF_BARE, f"{text} (≥ {AIM_OF_BARE})")
