@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group
@@ -18,32 +20,38 @@ def status_table(fleet: Answer, replicas: Answer) -> Group:
     """Return the summary above the list of replicas."""
     gate = fleet["gate"]
     line = (
-        f"fleet {fleet['name']}   generation {fleet['generation']}   "
-        f"weight_version {fleet['weight_version']}   phase {fleet['phase']}   "
-        f"gate {gate['state']} ({gate['held']} held)"
+        f"fleet {fleet['name']}: weight_version {fleet['weight_version']}, phase {fleet['phase']}, "
+        f"gate {gate['state']}, {gate['held']} held, generation {fleet['generation']}"
     )
-    notes = [Text(line, style="bold")]
-    if fleet["membership"]["changed"]:
-        world = fleet["membership"]["world_size"]
-        notes.append(Text(f"membership changed: the next init needs world_size={world}"))
-    if fleet["pause"]:
-        notes.append(Text(f"paused by {fleet['pause']['by']}"))
-    if fleet["call"]:
-        call = fleet["call"]
-        notes.append(Text(f"{call['what']} on its way, by {call['by']}"))
-    if len(fleet["gateways"]) > 1:
-        seats = ", ".join(seat["where"] for seat in fleet["gateways"].values())
-        notes.append(Text(f"gateways: {seats}"))
-    if fleet["round"]:
-        current = fleet["round"]
-        reason = f": {current['reason']}" if current["reason"] else ""
-        notes.append(Text(f"round {current['id']} by {current['opened_by']}{reason}"))
+    notes = [Text(line, style="bold"), *map(Text, _notes(fleet))]
     return Group(*notes, replicas_table(replicas))
 
 
-def replicas_table(answer: Answer) -> Table:
-    """Return one line per replica."""
-    table = Table("replica", "state", "version", "ranks", "in flight", "reason")
+def _notes(fleet: Answer) -> Iterator[str]:
+    """Yield what is out of the ordinary, one line each."""
+    membership, current = fleet["membership"], fleet["round"]
+    world = membership["world_size"]
+    if fleet["phase"] == "failed":
+        yield f"the last update failed: init again with world_size={world}, then a full update"
+    elif membership["changed"]:
+        yield f"membership changed: the next init needs world_size={world}"
+    if fleet["pause"]:
+        yield f"paused by {fleet['pause']['by']}"
+    if fleet["call"]:
+        yield f"{fleet['call']['what']} on its way, by {fleet['call']['by']}"
+    if len(fleet["gateways"]) > 1:
+        seats = Counter(seat["where"] for seat in fleet["gateways"].values())
+        told = ", ".join(f"{n} × {where}" if n > 1 else where for where, n in seats.items())
+        yield f"{seats.total()} gateways: {told}"
+    if current:
+        reason = f": {current['reason']}" if current["reason"] else ""
+        yield f"round {current['id']}, {current['result']}, by {current['opened_by']}{reason}"
+
+
+def replicas_table(answer: Answer) -> Group:
+    """Return one line per replica, and below them each reason once, with those it holds for."""
+    table = Table("replica", "state", "version", "ranks", "in flight")
+    held_by: dict[tuple[str, str], list[str]] = {}
     for replica in answer["replicas"]:
         state = replica["state"]
         table.add_row(
@@ -52,14 +60,17 @@ def replicas_table(answer: Answer) -> Table:
             replica["weight_version"] or "",
             _ranks(replica),
             str(replica["inflight"]),
-            replica["reason"],
         )
-    return table
+        if replica["reason"]:
+            held_by.setdefault((state, replica["reason"]), []).append(replica["id"])
+    told = (f"{', '.join(ids)} {state}: {why}" for (state, why), ids in held_by.items())
+    return Group(table, *map(Text, told))
 
 
-def rounds_table(answer: Answer) -> Table:
-    """Return one line per weight update."""
-    table = Table("round", "result", "version", "opened", "pause", "transfer", "total", "reason")
+def rounds_table(answer: Answer) -> Group:
+    """Return one line per weight update, and below them the reasons."""
+    table = Table("round", "result", "version", "opened", "pause", "transfer", "total")
+    reasons: list[Text] = []
     for found in answer["rounds"]:
         opened = time.strftime("%H:%M:%S", time.localtime(found["opened_at"]))
         table.add_row(
@@ -70,9 +81,10 @@ def rounds_table(answer: Answer) -> Table:
             milliseconds(phase_s(found, "pausing")),
             milliseconds(phase_s(found, "updating")),
             milliseconds(total_s(found)),
-            found["reason"] or "",
         )
-    return table
+        if found["reason"]:
+            reasons.append(Text(f"round {found['id']}: {found['reason']}"))
+    return Group(table, *reasons)
 
 
 def phase_s(found: Answer, phase: str) -> float | None:
@@ -97,5 +109,5 @@ def milliseconds(seconds: float | None) -> str:
 def _ranks(replica: Answer) -> str:
     first, size = replica["rank_offset"], replica["world_size"]
     if first is None:
-        return f"({size})" if size else ""
+        return f"none ({size} worker{'s' if size > 1 else ''})" if size else ""
     return f"{first}" if size == 1 else f"{first}–{first + size - 1}"
