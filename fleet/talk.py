@@ -112,7 +112,9 @@ class Talk:
                     await self._follow(messages, hear)
             except StoreUnavailable as error:
                 log.warning("gateways not heard", extra={"error": error.message})
-                await asyncio.sleep(AGAIN_S)
+            except Exception:  # what one gateway says must not end those that cannot read it
+                log.exception("bug in hearing gateways")
+            await asyncio.sleep(AGAIN_S)
 
     async def _follow(self, messages: AsyncIterator[bytes], hear: Hear) -> None:
         async for body in messages:

@@ -63,6 +63,11 @@ class Application:
     def __init__(self, framework: FastAPI) -> None:
         self.framework = framework
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether what the gateway rests on has ended by a bug: it can neither serve nor hold."""
+        return getattr(self.framework.state, "has_failed", False)
+
     def stop(self) -> None:
         """Tell those who would wait for ever that the gateway stops."""
         gateway: Gateway | None = getattr(self.framework.state, "gateway", None)
@@ -86,9 +91,13 @@ def create_app(settings: Settings) -> Application:
 
     @asynccontextmanager
     async def lifespan(framework: FastAPI) -> AsyncGenerator[None]:
-        async with open_gateway(settings) as gateway:
-            framework.state.gateway = gateway
-            yield
+        try:
+            async with open_gateway(settings) as gateway:
+                framework.state.gateway = gateway
+                yield
+        except BaseException:
+            framework.state.has_failed = True
+            raise
 
     framework = FastAPI(
         title="vLLM fleet gateway", lifespan=lifespan, docs_url=None, redoc_url=None

@@ -48,6 +48,10 @@ class FleetServer(uvicorn.Server):
         super().__init__(config)
         self._application = application
 
+    async def on_tick(self, counter: int) -> bool:
+        """Say whether to stop: also if the gateway behind the port has ended by itself."""
+        return await super().on_tick(counter) or self._application.has_failed
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Send held rollouts away and end event streams; running rollouts have the drain time."""
         self._application.stop()
@@ -66,8 +70,7 @@ def serve(settings: Settings) -> int:
     source_of(settings)  # what it lacks is told here, in one line, and not while serving
     listening = _listen(settings)
     if settings.workers == 1:
-        _serve_on(listening, settings)
-        return 0
+        return _serve_on(listening, settings)
     listening.close()  # the port was free: from now on the workers share it
     shared = _listen(settings, is_shared=True)
     host, port = shared.getsockname()[:2]
@@ -77,11 +80,12 @@ def serve(settings: Settings) -> int:
     )
 
 
-def _serve_on(listening: socket.socket, settings: Settings) -> None:
+def _serve_on(listening: socket.socket, settings: Settings) -> int:
     application = create_app(settings)
     server = FleetServer(uvicorn_config(application, settings), application)
     _relax_collector()
     server.run(sockets=[listening])
+    return int(application.has_failed)
 
 
 def _relax_collector() -> None:

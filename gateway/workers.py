@@ -20,7 +20,7 @@ SIGNALS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
 FAILS_TO_START_S: Final = 5.0
 """A worker that ends sooner than this would end again: then all of them stop."""
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 
 def supervise(count: int, work: Work) -> int:
