@@ -175,17 +175,19 @@ class Ledger:
 
     async def _reload(self) -> None:
         entry = await self.store.load(STATE)
-        self._doubtful = False
         stamp = entry.stamp if entry else None
+        # Equal revisions with other stamps: somebody who knew less has written after a loss.
+        is_old = stamp != self._stamp and _revision_of(stamp) <= self.revision
+        newer = None if entry is None or is_old or stamp == self._stamp else _decode(entry.body)
+        self._doubtful = False  # only now, or what cannot be read would count as read
         if stamp == self._stamp:
             return
         self._stamp = stamp
-        if entry is None or _revision_of(stamp) < self.revision:
+        self._is_behind = newer is None
+        if newer is None:
             log.warning("the store lost the fleet's state; writing what this gateway knows")
-            self._is_behind = True
         else:
-            self._is_behind = False
-            self._accept(_decode(entry.body), _revision_of(stamp))
+            self._accept(newer, _revision_of(stamp))
 
     def _accept(self, state: FleetState, revision: int) -> None:
         self.state = state
