@@ -9,6 +9,7 @@ The key also carries what the gateway has in hand, so that any other can show th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from time import monotonic
 from uuid import uuid4
 
@@ -17,6 +18,9 @@ import msgspec
 from fleet.errors import LeaseLost
 from fleet.gate import Load
 from fleet.store import Store
+
+CLOCK_SLACK = 1.05
+"""How much longer than a lease to wait for its end: two clocks never run at the same rate."""
 
 
 class Presence(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +38,7 @@ class Lease:
         self._store = store
         self._key = _key(gateway)
         self._stamp: str | None = None
+        self._doubted_until = 0.0
         self.ttl_s = ttl_s
         self.until = 0.0
 
@@ -64,6 +69,8 @@ class Lease:
             entry = await self._store.load(self._key)
             began = monotonic()
             lapsed = entry is None
+            if lapsed and self._stamp is not None:  # the store may have lost the others' as well
+                self._doubted_until = began + self.ttl_s * CLOCK_SLACK
             if not await self._swap(entry.stamp if entry else None, stamp, body):
                 raise LeaseLost("somebody else writes this gateway's lease")
         self._stamp = stamp
@@ -80,6 +87,17 @@ class Lease:
         """Return what another gateway says of itself, or None if its lease has lapsed."""
         entry = await self._store.load(_key(gateway))
         return None if entry is None else msgspec.json.decode(entry.body, type=Presence)
+
+    async def lapsed(self, gateways: Iterable[str]) -> set[str]:
+        """Return whose leases have lapsed for certain.
+
+        An absent key tells nothing if this gateway's own is absent too, or was a lease ago or less:
+        then the store has lost keys (a Redis that came back empty), and others may still hold on.
+        """
+        absent = {g for g in gateways if await self.presence_of(g) is None}
+        if absent and self._stamp is not None and await self._store.load(self._key) is None:
+            return set()
+        return set() if monotonic() < self._doubted_until else absent
 
     async def _swap(self, expected: str | None, stamp: str, body: bytes) -> bool:
         return await self._store.swap(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from time import monotonic, time
 from typing import Any
@@ -25,7 +25,7 @@ import msgspec
 from fleet.calls import Holder, Seat
 from fleet.errors import FleetError, StoreUnavailable
 from fleet.gate import Load, LocalGate, add_up
-from fleet.lease import Lease, Presence
+from fleet.lease import CLOCK_SLACK, Lease, Presence
 from fleet.ledger import Ledger
 from fleet.state import FleetState
 from fleet.talk import AGAIN_S, Message, Question, Talk
@@ -35,8 +35,6 @@ change = msgspec.structs.replace
 
 PATIENCE_S = 0.1
 """How long to wait for answers before looking whether those who owe them are still there."""
-CLOCK_SLACK = 1.05
-"""How much longer than a lease to wait for its end: two clocks never run at the same rate."""
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 
@@ -140,7 +138,7 @@ class Peers:
         began = asked = monotonic()
         await self._talk.put(question)
         while waiting := await question.wait(others, PATIENCE_S):
-            gone = await self._lapsed(waiting)
+            gone = await self._lease.lapsed(waiting)
             others = {g: s for g, s in others.items() if g not in gone}
             waiting -= gone
             now = monotonic()
@@ -151,9 +149,6 @@ class Peers:
             if waiting and now - asked > AGAIN_S:
                 asked = now
                 await self._talk.put(question)
-
-    async def _lapsed(self, gateways: Iterable[str]) -> set[str]:
-        return {g for g in gateways if await self._lease.presence_of(g) is None}
 
     async def _expel(self, seats: Mapping[str, Seat], what: str) -> None:
         log.warning("gateways expelled", extra={"gateways": sorted(seats), "missing": what})
@@ -192,7 +187,8 @@ class Peers:
         seats = {g: s for g, s in self._ledger.state.gateways.items() if g != self.me}
         seen = {g: await self._lease.presence_of(g) for g in seats}
         self.others = {g: presence for g, presence in seen.items() if presence is not None}
-        dead = {g: seat for g, seat in seats.items() if seen[g] is None}
+        absent = [g for g, presence in seen.items() if presence is None]
+        dead = {g: seats[g] for g in await self._lease.lapsed(absent)} if absent else {}
         if dead:
             log.warning("gateways are gone", extra={"gateways": sorted(dead)})
             await self._ledger.amend(lambda state: _without(state, dead))
