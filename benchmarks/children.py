@@ -51,8 +51,13 @@ def sinks(count: int) -> Generator[tuple[list[str], int]]:
 
 
 @contextmanager
-def gateway(urls: Sequence[str], store: str = "memory://", workers: int = 1) -> Generator[Server]:
-    """Run the gateway as users do; several workers need a store that they can share."""
+def gateway(
+    urls: Sequence[str], store: str = "memory://", workers: int = 1, **more: str
+) -> Generator[Server]:
+    """Run the gateway as users do, with `more` FLEET_ variables.
+
+    Several workers need a store that they can share.
+    """
     port = free_port()
     settings = {
         "FLEET_REPLICAS": ",".join(urls),
@@ -65,7 +70,7 @@ def gateway(urls: Sequence[str], store: str = "memory://", workers: int = 1) -> 
     fleet = str(Path(sys.executable).with_name("fleet"))
     command = [fleet, "serve", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--workers", str(workers)]
-    with _child(command, env=others | settings) as process:
+    with _child(command, env=others | settings | more) as process:
         yield Server(f"http://127.0.0.1:{port}", process.pid)
 
 
