@@ -88,6 +88,7 @@ class Field:
     places: list[Place] = field(default_factory=list[Place])
     killed_by_us: set[int] = field(default_factory=set[int])
     _repairs: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    _store_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     # -- gateways ----------------------------------------------------------------------------------
 
@@ -160,14 +161,16 @@ class Field:
     # -- the store ---------------------------------------------------------------------------------
 
     async def _kill_store(self, seconds: float) -> None:
-        self.redis.kill()
-        await asyncio.sleep(seconds)
-        await asyncio.to_thread(self.redis.start)
+        async with self._store_turn:
+            self.redis.kill()
+            await asyncio.sleep(seconds)
+            await asyncio.to_thread(self.redis.start)
 
     async def _freeze_store(self, seconds: float) -> None:
-        self.redis.freeze()
-        await asyncio.sleep(seconds)
-        self.redis.thaw()
+        async with self._store_turn:
+            self.redis.freeze()
+            await asyncio.sleep(seconds)
+            self.redis.thaw()
 
     async def _slow_store(self, proxy: StoreProxy, seconds: float) -> None:
         proxy.delay_s = 0.02
@@ -207,11 +210,6 @@ class Field:
         """Return when every fault is over."""
         while self._repairs:
             await asyncio.wait(self._repairs)
-
-    def give_up(self) -> None:
-        """End the repairs, too."""
-        for task in self._repairs:
-            task.cancel()
 
     async def _through(self, kind: str, target: str, work: Awaitable[None]) -> None:
         began = monotonic()
@@ -266,6 +264,8 @@ class Field:
         """Copy the replicas' own logs into the history."""
         for replica in self.sim.replicas:
             for call in replica.log.control:
+                if call.method != "POST":
+                    continue  # probes ask for the same paths with GET
                 body = call.body if isinstance(call.body, dict) else {}
                 self.history.did.append(
                     Did(
@@ -314,5 +314,4 @@ async def field_of(folder: Path, *, gateways: int = 3, replicas: int = 3) -> Asy
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
-            made.give_up()
-            redis.thaw()
+            await made.repaired()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar, TypeVar
@@ -34,13 +35,14 @@ from fleet.membership import candidates_for
 from fleet.sim import SimFleet, SimReplica
 from fleet.state import FleetState, Phase
 from fleet.store import open_store
-from tests.cases.conftest import NAMES, nccl, update_of
+from tests.cases.conftest import NAMES, nccl, posts, update_of
 from tests.chaos.actors import checksum_of
 from tests.gateways.nodes import Moment, Node, Trap, start_node
 from tests.waiting import wait_until
 
 T = TypeVar("T")
 CALLS = st.sampled_from(["init", "start", "update", "finish", "reset", "pause", "resume"])
+STEPS = ("init", "start", "update", "finish")
 NUMBERS = st.integers(0, 5)
 MOMENTS = st.sampled_from(["before", "after"])
 FAULTS = st.sampled_from([("status", "before"), ("status", "after"), ("drop", "after")])
@@ -224,6 +226,8 @@ class Fleet:
         assert state.commits[: len(self.commits)] == self.commits, "a commit was forgotten"
         assert len(set(state.commits)) == len(state.commits), "a version was committed twice"
         self.generation, self.commits = state.generation, state.commits
+        for replica in self.sim.replicas:
+            check_chunks(replica)
         engines = {replica.id: replica for replica in self.sim.replicas}
         if state.fleet_paused:
             return
@@ -251,6 +255,13 @@ class Fleet:
         assert state.holder is None
         for replica in self.sim.replicas:
             check_engine(replica, replica.engine.instance_id, str(self.version))
+
+
+def check_chunks(replica: SimReplica) -> None:
+    """No chunk is sent twice, however often its call is repeated."""
+    bodies = (call.body for call in posts(replica, PATHS["update"]))
+    chunks = Counter(body["update_info"]["sim_seed"] for body in bodies)
+    assert set(chunks.values()) <= {1}, f"sent twice: {chunks}"
 
 
 def check_engine(replica: SimReplica, instance: str | None, version: str | None) -> None:
@@ -307,21 +318,32 @@ class NodesMachine(RuleBasedStateMachine):
             self.do(self.fleet.call(self.node(at), what))
 
     @rule(steps=st.integers(1, 4), at=NUMBERS)
-    def go_on(self, steps: int, at: int) -> None:
+    def round(self, steps: int, at: int) -> None:
         """A trainer that knows what it does makes some steps of a round, each elsewhere."""
-        for number, what in enumerate(("init", "start", "update", "finish")[:steps]):
+        self.go_on(steps, at)
+
+    @rule(at=NUMBERS)
+    def reset(self, at: int) -> None:
+        """An operator abandons whatever is open or has failed."""
+        self.do(self.fleet.call(self.node(at), "reset"))
+
+    def go_on(self, steps: int, at: int) -> None:
+        """Make the first steps of a round, each elsewhere."""
+        for number, what in enumerate(STEPS[:steps]):
             if self.fleet.makes_sense(what):
                 self.do(self.fleet.call(self.node(at + number), what))
 
     @rule(what=CALLS, at=NUMBERS, number=st.integers(1, 4), moment=MOMENTS)
     def gateway_dies(self, what: str, at: int, number: int, moment: Moment) -> None:
         """A gateway dies around a state write of a call, which is repeated at another one."""
+        self.go_on(STEPS.index(what) if what in STEPS else at % 4, at)
         if self.fleet.makes_sense(what):
             self.do(self.fleet.call_and_die(self.node(at), what, number, moment))
 
     @rule(what=CALLS, at=NUMBERS, number=st.integers(1, 3), moment=MOMENTS)
     def store_fails(self, what: str, at: int, number: int, moment: Moment) -> None:
         """A state write of a call fails, done or not."""
+        self.go_on(STEPS.index(what) if what in STEPS else at % 4, at)
         if self.fleet.makes_sense(what):
             self.do(self.fleet.call_and_fail(self.node(at), what, number, moment))
 
