@@ -7,7 +7,8 @@ hears of it, so that the gate and the router never lag behind the servers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from time import time
 from typing import Any, cast
 from urllib.parse import urlencode
@@ -27,13 +28,15 @@ from fleet.performer import Performer
 from fleet.registry import Registry
 from fleet.replica import Replica, Sleep
 from fleet.replica_client import Call
-from fleet.state import IN_SESSION, ROUND_OPEN, UNSET_VERSION, FleetState, TrainerPause
+from fleet.state import IN_SESSION, ROUND_OPEN, UNSET_VERSION, FleetState, Phase, TrainerPause
 
 change = msgspec.structs.replace
 
 Outcomes = dict[str, Outcome]
 
 PAUSE_MODES = ("abort", "wait", "keep")
+NEAR_SESSION = IN_SESSION | {Phase.PAUSING}
+"""Phases in which a member is between start and finish, or will be before a call is over."""
 WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 
 
@@ -90,9 +93,10 @@ class Controls:
     async def _undo_pause(self, before: TrainerPause | None, outcomes: Outcomes) -> None:
         """Leave the fleet as it was found, then say who did not pause."""
         resumed: Outcomes = {}
-        if before is None and self._ledger.state.phase not in ROUND_OPEN:
-            done = [r for r, o in outcomes.items() if o.ok or not o.status]
-            resumed = await self._resume_calls(done)
+        with self._gate.acting():
+            if before is None and self._ledger.state.phase not in ROUND_OPEN:
+                done = [r for r, o in outcomes.items() if o.ok or not o.status]
+                resumed = await self._resume_calls(done)
         await self._ledger.amend(lambda s: change(s, pause=before))
         told = f"pause failed on {describe_failures(outcomes)}"
         left = [r for r, o in resumed.items() if not o.ok]
@@ -109,20 +113,20 @@ class Controls:
 
         Refused inside an open round: a running engine between start and finish dies.
         """
-        self._refuse_in(ROUND_OPEN, "resume", "the round resumes what it paused by itself")
-        state = self._ledger.state
-        targets, outcomes = self._reachable(state)
-        fenced = {r for r in targets if state.replicas[r].fence}
-        outcomes |= {r: skipped("fenced: stays paused until a full update") for r in fenced}
-        asleep = {r for r in targets if state.replicas[r].sleep} - fenced
-        outcomes |= {r: skipped("asleep: resumes when it wakes up") for r in asleep}
-        running = [r for r in targets if r not in fenced | asleep]
-        outcomes |= await self._resume_calls(running)
-        resumed = [r for r in running if outcomes[r].ok]
-        await self._ledger.amend(lambda s: marked(s, resumed, paused=False))
-        self._raise_if_failed("resume", outcomes)
-        await self._ledger.amend(lambda s: change(s, pause=None))
-        return outcomes
+        with self._between(ROUND_OPEN, "resume", "the round resumes what it paused by itself"):
+            state = self._ledger.state
+            targets, outcomes = self._reachable(state)
+            fenced = {r for r in targets if state.replicas[r].fence}
+            outcomes |= {r: skipped("fenced: stays paused until a full update") for r in fenced}
+            asleep = {r for r in targets if state.replicas[r].sleep} - fenced
+            outcomes |= {r: skipped("asleep: resumes when it wakes up") for r in asleep}
+            running = [r for r in targets if r not in fenced | asleep]
+            outcomes |= await self._resume_calls(running)
+            resumed = [r for r in running if outcomes[r].ok]
+            await self._ledger.amend(lambda s: marked(s, resumed, paused=False))
+            self._raise_if_failed("resume", outcomes)
+            await self._ledger.amend(lambda s: change(s, pause=None))
+            return outcomes
 
     async def _resume_calls(self, targets: Iterable[str]) -> Outcomes:
         deadline_s = self._options.deadlines.control_s
@@ -135,17 +139,23 @@ class Controls:
         _check_choice("mode", mode, PAUSE_MODES)
         if level not in (0, 1, 2):
             raise BadInput(f"level must be 0, 1 or 2, not {level}")
-        self._refuse_in(ROUND_OPEN, "sleep", "finish or reset the round first")
-        targets, outcomes = self._reachable(self._ledger.state)
-        await self._ledger.amend(lambda s: marked(s, targets, sleep=Sleep(level=level)))
-        await self._gate.closed()
-        query = urlencode({"level": level, "mode": mode})
-        outcomes |= await self._ask(targets, Call("POST", "/sleep", query))
-        failed = [r for r in targets if outcomes[r].status is not None and not outcomes[r].ok]
-        asleep = [r for r in targets if r not in failed]
-        await self._ledger.amend(lambda s: _slept(s, asleep=asleep, awake=failed, level=level))
-        self._raise_if_failed("sleep", outcomes)
-        return outcomes
+        hint = "finish or reset the round first"
+        with self._between(ROUND_OPEN, "sleep", hint):
+            targets, outcomes = self._reachable(self._ledger.state)
+
+            def lay_down(state: FleetState) -> FleetState:
+                _refuse_in(ROUND_OPEN, state, "sleep", hint)
+                return marked(state, targets, sleep=Sleep(level=level))
+
+            await self._ledger.amend(lay_down)
+            await self._gate.closed()
+            query = urlencode({"level": level, "mode": mode})
+            outcomes |= await self._ask(targets, Call("POST", "/sleep", query))
+            failed = [r for r in targets if outcomes[r].status is not None and not outcomes[r].ok]
+            asleep = [r for r in targets if r not in failed]
+            await self._ledger.amend(lambda s: _slept(s, asleep=asleep, awake=failed, level=level))
+            self._raise_if_failed("sleep", outcomes)
+            return outcomes
 
     async def wake_up(self, tags: tuple[str, ...]) -> Outcomes:
         """Wake parts of every replica; it serves again when all of its parts are awake.
@@ -154,35 +164,36 @@ class Controls:
         """
         for tag in tags:
             _check_choice("tags", tag, WAKE_TAGS)
-        self._refuse_in(IN_SESSION, "wake_up", "finish the update first")
-        targets, outcomes = self._reachable(self._ledger.state)
-        query = urlencode([("tags", tag) for tag in tags])
-        outcomes |= await self._ask(targets, Call("POST", "/wake_up", query))
-        awake = {r: outcomes[r].answer for r in targets if outcomes[r].ok}
-        await self._ledger.amend(lambda s: _woken(s, awake, tags))
-        self._raise_if_failed("wake_up", outcomes)
-        return outcomes
+        with self._between(NEAR_SESSION, "wake_up", "finish the update first"):
+            targets, outcomes = self._reachable(self._ledger.state)
+            query = urlencode([("tags", tag) for tag in tags])
+            outcomes |= await self._ask(targets, Call("POST", "/wake_up", query))
+            awake = {r: outcomes[r].answer for r in targets if outcomes[r].ok}
+            await self._ledger.amend(lambda s: _woken(s, awake, tags))
+            self._raise_if_failed("wake_up", outcomes)
+            return outcomes
 
     # -- labels and numbers ------------------------------------------------------------------------
 
     async def relabel(self, version: str) -> Outcomes:
         """Give every current replica another version label and commit it, or none of them."""
         check_version(version)
-        self._refuse_in(ROUND_OPEN, "update_weight_version", "finish or reset the round first")
-        state = self._ledger.state
-        targets, outcomes = self._reachable(state)
-        current = [r for r in targets if _is_current(state, state.replicas[r])]
-        outcomes |= {
-            r: skipped("not at the committed version") for r in set(targets) - set(current)
-        }
-        outcomes |= await self._ask(current, _relabel_call(version))
-        if _failed(outcomes):
-            # Who failed may have taken the label all the same.
-            back = await self._ask(current, _relabel_call(state.weight_version or UNSET_VERSION))
-            lost = [r for r, o in back.items() if not o.ok]
-            self._raise_if_failed("update_weight_version", outcomes, also=_not_set_back(lost))
-        await self._ledger.amend(lambda s: relabelled(s, current, version))
-        return outcomes
+        with self._between(ROUND_OPEN, "update_weight_version", "finish or reset the round first"):
+            state = self._ledger.state
+            targets, outcomes = self._reachable(state)
+            current = [r for r in targets if _is_current(state, state.replicas[r])]
+            outcomes |= {
+                r: skipped("not at the committed version") for r in set(targets) - set(current)
+            }
+            outcomes |= await self._ask(current, _relabel_call(version))
+            if _failed(outcomes):
+                # Who failed may have taken the label all the same.
+                before = state.weight_version or UNSET_VERSION
+                back = await self._ask(current, _relabel_call(before))
+                lost = [r for r, o in back.items() if not o.ok]
+                self._raise_if_failed("update_weight_version", outcomes, also=_not_set_back(lost))
+            await self._ledger.amend(lambda s: relabelled(s, current, version))
+            return outcomes
 
     async def count_workers(self, *, include_dp: bool) -> int:
         """Return the workers that the next init would find."""
@@ -202,7 +213,10 @@ class Controls:
 
     async def broadcast(self, call: Call, what: str) -> Outcomes:
         """Make one call on every replica that can answer; MemberFailed if one of them fails."""
-        self._refuse_in(IN_SESSION, what, "finish or reset the round first")
+        with self._between(NEAR_SESSION, what, "finish or reset the round first"):
+            return await self._broadcast(call, what)
+
+    async def _broadcast(self, call: Call, what: str) -> Outcomes:
         targets, outcomes = self._reachable(self._ledger.state)
         self.broadcasts += 1  # what it changes at the replicas, no fact of the fleet tells
         outcomes |= await self._ask(targets, call)
@@ -211,12 +225,18 @@ class Controls:
 
     async def reset_weights(self, call: Call) -> Outcomes:
         """Let every replica throw its weights away; none serves again before a full update."""
-        self._refuse_in(IN_SESSION, "weight_checker reset", "finish or reset the round first")
-        targets, _ = self._reachable(self._ledger.state)
-        why = "weight_checker has reset its weights"
-        await self._ledger.amend(lambda s: marked(s, targets, fence=why, holds=None))
-        await self._gate.closed()
-        return await self.broadcast(call, "weight_checker reset")
+        what, hint = "weight_checker reset", "finish or reset the round first"
+        with self._between(NEAR_SESSION, what, hint):
+            targets, _ = self._reachable(self._ledger.state)
+            why = "weight_checker has reset its weights"
+
+            def fence(state: FleetState) -> FleetState:
+                _refuse_in(NEAR_SESSION, state, what, hint)
+                return marked(state, targets, fence=why, holds=None)
+
+            await self._ledger.amend(fence)
+            await self._gate.closed()
+            return await self._broadcast(call, what)
 
     async def ask_everyone(self, call: Call) -> Outcomes:
         """Make one harmless call on every replica that can answer, whatever the phase."""
@@ -259,11 +279,12 @@ class Controls:
                 others[replica.id] = skipped(why)
         return targets, others
 
-    def _refuse_in(self, phases: Iterable[Any], call: str, hint: str) -> None:
-        state = self._ledger.state
-        if state.phase in phases:
-            opened = f" of round {state.round.id} ({state.round.opened_by})" if state.round else ""
-            raise WrongPhase(f"{call} is refused in phase {state.phase}{opened}", hint=hint)
+    @contextmanager
+    def _between(self, phases: Iterable[Any], call: str, hint: str) -> Generator[None]:
+        """Refuse in these phases, and let no round start until the call is over."""
+        with self._gate.acting():
+            _refuse_in(phases, self._ledger.state, call, hint)
+            yield
 
     def _raise_if_failed(self, what: str, outcomes: Outcomes, also: str = "") -> None:
         if not _failed(outcomes):
@@ -275,6 +296,12 @@ class Controls:
             hint="the other replicas did what was asked; retry, or look at GET /fleet/replicas",
             outcomes=outcomes,
         )
+
+
+def _refuse_in(phases: Iterable[Any], state: FleetState, call: str, hint: str) -> None:
+    if state.phase in phases:
+        opened = f" of round {state.round.id} ({state.round.opened_by})" if state.round else ""
+        raise WrongPhase(f"{call} is refused in phase {state.phase}{opened}", hint=hint)
 
 
 def _failed(outcomes: Outcomes) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import msgspec
@@ -62,6 +63,14 @@ class Gate(Protocol):
 
     async def drained(self) -> None:
         """Return when no rollout is being answered by any replica."""
+        ...
+
+    async def settled(self) -> None:
+        """Return when no control call outside of rounds is on its way to replicas."""
+        ...
+
+    def acting(self) -> AbstractContextManager[None]:
+        """Say that such a control call is on its way, for as long as the context lasts."""
         ...
 
     async def informed(self) -> None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from contextlib import contextmanager, suppress
 from time import monotonic, time
 from typing import Any
 from uuid import uuid4
@@ -54,6 +54,9 @@ class Peers:
         self._lease = Lease(ledger.store, self.me, lease_s)
         self._talk = Talk(ledger.store, self.me)
         self._seat: Seat | None = None
+        self._acting = 0
+        self._nothing_acts = asyncio.Event()
+        self._nothing_acts.set()
         self._news = asyncio.Event()
         self._taking: str | None = None
         self._replying: set[str] = set()
@@ -80,6 +83,32 @@ class Peers:
         """Return when no gateway has a rollout that is being answered by any replica."""
         await self._ask_others("drained", expel=False)
         await self._gate.drained()
+
+    async def settled(self) -> None:
+        """Return when no gateway has a control call outside of rounds on its way to replicas.
+
+        A resume that is on its way while a round starts would set engines going in the middle of
+        their update. The state must say already that such calls are refused.
+        """
+        await self._ask_others("settled", expel=False)
+        await self._nothing_acts.wait()
+        if self._ledger.state.gateways.keys() - {self.me}:
+            await self._ledger.refresh()  # what those calls have changed
+
+    @contextmanager
+    def acting(self) -> Generator[None]:
+        """Say that such a call is on its way, for as long as the context lasts.
+
+        Who looks at the phase after entering is either refused or waited for.
+        """
+        self._acting += 1
+        self._nothing_acts.clear()
+        try:
+            yield
+        finally:
+            self._acting -= 1
+            if not self._acting:
+                self._nothing_acts.set()
 
     async def informed(self) -> None:
         """Return when every gateway follows the state as it is now, after a lease at the latest.
@@ -285,6 +314,8 @@ class Peers:
             await self._gate.closed()
         elif message.what == "drained":
             await self._gate.drained()
+        elif message.what == "settled":
+            await self._nothing_acts.wait()
         elif message.what == "abort" and self.abort is not None:
             return await self.abort(message.names)
         return 0

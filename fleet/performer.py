@@ -55,6 +55,7 @@ from fleet.membership import answered_late, marked, sessions_closed
 from fleet.names import announce
 from fleet.options import FleetOptions
 from fleet.outcome import Outcome, Result, had_no_session
+from fleet.parts import to_pause
 from fleet.replica_client import Call, ReplicaClient
 from fleet.wire import FINISH, INIT, SHUTDOWN, START, START_DRAFT, UPDATE
 
@@ -146,13 +147,21 @@ class Performer:
         started = perf_counter()
         try:
             async with asyncio.timeout(self._deadlines.pause_s):
+                await self._gate.settled()
                 await self._gate.closed()
+            action = msgspec.structs.replace(action, targets=self._whom_to_pause(action))
             outcomes = await self._pause(action.targets)
         except TimeoutError:
             outcomes = {r: _gate_stays_open() for r in self._member_ids()}
             return PauseFailed(now=time(), outcomes=outcomes, elapsed_s=perf_counter() - started)
         errand.outcomes[SendPause] = outcomes
         return self._judge(PauseArrived, PauseFailed, action, outcomes, started)
+
+    def _whom_to_pause(self, action: SendPause) -> tuple[str, ...]:
+        """Add those to the round's own that a resume has set going since it was opened."""
+        if self._options.pause_on_update == "off":
+            return action.targets
+        return tuple(dict.fromkeys((*action.targets, *to_pause(self._ledger.state))))
 
     async def _pause(self, targets: tuple[str, ...]) -> Outcomes:
         mode = self._options.pause_on_update
@@ -241,7 +250,8 @@ class Performer:
             log.warning("open sessions not written off", extra={"error": error.message})
 
     async def _unpause(self, action: Unpause, errand: Errand) -> None:
-        outcomes = await self._resume(action.targets)
+        with self._gate.acting():
+            outcomes = await self._resume(action.targets)
         errand.outcomes[Unpause] = outcomes
         ok = [r for r, o in outcomes.items() if o.ok]
         await self._ledger.amend(lambda state: marked(state, ok, paused=False))
@@ -326,5 +336,6 @@ def _succeeded(answer: Any) -> bool:
 
 def _gate_stays_open() -> Outcome:
     return Outcome(
-        outcome=Result.TIMEOUT, detail="rollouts were still being sent when the pause was due"
+        outcome=Result.TIMEOUT,
+        detail="rollouts or other control calls were still being sent when the pause was due",
     )
