@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from common import arguments, explains, free_port, init_info, load_model
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn
 
 from fleet.client import FleetWeightSyncClient
 from fleet.client.elastic import ElasticSession
@@ -35,7 +37,7 @@ def train(rank: int, size: int, port: int, args: Any) -> None:
         rank=rank,
         world_size=size,
     )
-    mesh = distributed.init_device_mesh("cpu" if on_cpu else "cuda", (size,))
+    mesh = init_device_mesh("cpu" if on_cpu else "cuda", (size,))
     model = load_model(args.model, args.backend).train()
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -88,7 +90,7 @@ def main() -> None:
     if size == 0:
         print("needs GPUs, or --backend gloo with RANKS=2: not run")
         return
-    torch.multiprocessing.spawn(train, (size, free_port(), args), nprocs=size)
+    spawn(train, (size, free_port(), args), nprocs=size)
 
 
 if __name__ == "__main__":
