@@ -79,7 +79,8 @@ class Controls:
             targets = [r for r in targets if not state.replicas[r].paused]
         outcomes |= await self._send_pause(targets, mode, clear_cache=clear_cache)
         if _failed(outcomes):
-            await self._undo_pause(before, outcomes)
+            ran = [r for r in targets if not state.replicas[r].paused]
+            await self._undo_pause(before, ran, outcomes)
         await self._ledger.amend(lambda s: _paused(s, targets, cleared=clear_cache))
         return outcomes
 
@@ -90,13 +91,17 @@ class Controls:
             targets, lambda _: Call("POST", "/pause", query), deadline_s
         )
 
-    async def _undo_pause(self, before: TrainerPause | None, outcomes: Outcomes) -> None:
-        """Leave the fleet as it was found, then say who did not pause."""
+    async def _undo_pause(
+        self, before: TrainerPause | None, ran: list[str], outcomes: Outcomes
+    ) -> None:
+        """Leave the fleet as it was found, then say who did not pause.
+
+        All that `ran` are resumed: who said no, or nothing, may have paused all the same.
+        """
         resumed: Outcomes = {}
         with self._gate.acting():
             if before is None and self._ledger.state.phase not in ROUND_OPEN:
-                done = [r for r, o in outcomes.items() if o.ok or not o.status]
-                resumed = await self._resume_calls(done)
+                resumed = await self._resume_calls(ran)
         await self._ledger.amend(lambda s: change(s, pause=before))
         told = f"pause failed on {describe_failures(outcomes)}"
         left = [r for r, o in resumed.items() if not o.ok]
