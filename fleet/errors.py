@@ -2,8 +2,8 @@
 
     FleetError
     ├── BadInput              the caller's words are wrong; nothing was sent
-    │   ├── BodyTooLarge
-    │   └── NotAllowed        right words, but this door is shut
+    │   └── BodyTooLarge
+    ├── NotAllowed            right words, but this door is shut
     ├── UnknownReplica
     ├── Refused               the words are right, the moment or the number is not
     │   ├── WrongPhase
