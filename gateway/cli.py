@@ -212,7 +212,7 @@ def _call(method: str, url: str, path: str, body: Any = None) -> Any:
     try:
         answer = httpx.request(method, url.rstrip("/") + path, json=body, timeout=900)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        _fail(f"no gateway answers at {url}: {error}")
+        _fail(f"no gateway answers at {url}: {error}; --url or FLEET_URL says where it is")
     if not answer.is_success:
         _fail(_told(answer))
     return answer.json()
