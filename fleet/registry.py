@@ -212,7 +212,7 @@ class Registry:
 
         def change(state: FleetState) -> FleetState:
             for replica, observation in seen.items():
-                fresh = _less_what_has_changed(observation, before[replica], state)
+                fresh = _less_what_has_changed(observation, before[replica], began, state)
                 fresh = _less_honest_silence(fresh, replica, began, state)
                 state = observe(state, replica, fresh, now)
             return adopt(state, now) if is_first else state
@@ -257,16 +257,28 @@ def _slices(replicas: list[str]) -> list[list[str]]:
     return [replicas[part::SLICES] for part in range(SLICES)]
 
 
-def _less_what_has_changed(seen: Observation, before: Replica, state: FleetState) -> Observation:
+def _less_what_has_changed(
+    seen: Observation, before: Replica, began: FleetState, state: FleetState
+) -> Observation:
     """Leave out of an observation whether the replica rests if that was changed meanwhile.
 
-    `before` are the facts when the probe went out: it may have looked just before a resume or a
-    wake-up that has been written down since, and nothing would look again.
+    `before` are the facts, `began` the fleet when the probe went out: it may have looked just
+    before a resume or a wake-up that has been written down since, and nothing would look again. A
+    round that came and went leaves the facts as they were, though the probe saw its pause; with a
+    newcomer it had nothing to do.
     """
     after = state.replicas.get(before.id)
-    if after is None or (after.paused, after.sleep) == (before.paused, before.sleep):
+    if after is None:
+        return seen
+    rests = (after.paused, after.sleep) == (before.paused, before.sleep)
+    if rests and (not before.known or _rounds_of(began) == _rounds_of(state)):
         return seen
     return msgspec.structs.replace(seen, paused=None, asleep=False)
+
+
+def _rounds_of(state: FleetState) -> object:
+    """Return what every round and every pause of the trainer that begins or ends changes."""
+    return state.next_round, state.phase, state.commit_index, state.resets, state.pause
 
 
 def _less_honest_silence(
