@@ -6,6 +6,8 @@
 
 PYTHON ?= python3
 PIP_FLAGS ?=
+ROUNDS ?= 1000
+SEED ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 ROUTER := .tools/vllm-router/bin/vllm-router
@@ -13,7 +15,7 @@ CHART := .tools/chart
 CHART_TOOLS := $(CHART)/installed.sha256
 
 .DEFAULT_GOAL := help
-.PHONY: help venv redis chromium demo test test-chart chart-docs check format e2e bench bench-rollouts clean
+.PHONY: help venv redis chromium demo test test-chart chart-docs check format e2e chaos bench bench-rollouts bench-store clean
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +71,10 @@ e2e: redis ## Run the tests that drive real vLLM servers on the CPU
 	.venv-vllm/bin/python -m pytest -m e2e tests/e2e
 	CONFORMANCE_SUBJECT=vllm .venv-vllm/bin/python -m pytest -m e2e tests/conformance
 
+chaos: venv redis ## Break everything at random for 1,000 rounds (SEED=…, ROUNDS=…; about 8 minutes)
+	@command -v faketime >/dev/null || sh .ci/apt faketime || true
+	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
+
 bench: venv ## Measure fan-out and proxy
 	$(BIN)/python -m benchmarks.fanout
 
@@ -77,6 +83,9 @@ bench-rollouts: venv $(ROUTER) ## Measure rollouts beside other proxies (install
 	@PATH="$$PATH:/usr/sbin"; command -v haproxy >/dev/null || sh .ci/apt haproxy || true
 	@PATH="$$PATH:/usr/sbin"; command -v nginx >/dev/null || sh .ci/apt nginx-light || true
 	$(BIN)/python -m benchmarks.rollouts
+
+bench-store: venv redis ## Measure what Redis costs a phase, and take-overs after a gateway's death
+	$(BIN)/python -m benchmarks.takeover
 
 $(ROUTER):
 	$(PYTHON) -m venv .tools/vllm-router
