@@ -55,8 +55,16 @@ def _mislabelled(rollout: Rollout, commits: dict[str, int], history: History) ->
     updated = _was_updated(history, rollout)
     if not updated and set(versions) != {label}:
         yield f"label {label}, made by {versions}, and no update in between"
-    if not rollout.is_stream and not order[-1] <= commits.get(rollout.end_label or label, -1):
+    told = commits.get(rollout.end_label or label, -1)
+    stood_still = any(
+        o.target == rollout.gateway and _overlaps(o, *_life(rollout)) for o in history.outages
+    )
+    if not rollout.is_stream and not stood_still and told < order[-1]:
         yield f"said to end with {rollout.end_label or label}, made by {versions}"
+
+
+def _life(rollout: Rollout) -> tuple[float, float]:
+    return rollout.began, rollout.ended
 
 
 def labels_never_go_back(history: History) -> Iterator[str]:
@@ -236,6 +244,7 @@ def _gateway_was_hit(history: History, call: Called) -> bool:
     return any(
         outage.target == call.gateway and _overlaps(outage, call.began, call.ended)
         for outage in history.outages
+        if outage.kind in ("gateway killed", "gateway frozen")
     )
 
 

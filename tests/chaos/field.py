@@ -235,14 +235,16 @@ class Field:
             return gateways[fault.kind](), place.name
         if fault.kind.startswith("replica"):
             return self._replica_work(fault, replica), replica.id
-        stores: dict[str, Callable[[], Awaitable[None]]] = {
+        links: dict[str, Callable[[], Awaitable[None]]] = {
             "store connections dropped": lambda: _soon(place.proxy.cut),
             "store slow": lambda: self._slow_store(place.proxy, seconds),
             "store answers lost": lambda: self._lose_answers(place.proxy, seconds / 2),
-            "store frozen": lambda: self._freeze_store(seconds / 2),
-            "store killed and back empty": lambda: self._kill_store(seconds / 4),
         }
-        return stores[fault.kind](), "store"
+        if fault.kind in links:  # one gateway's way to the store; the others are not concerned
+            return links[fault.kind](), place.name
+        if fault.kind == "store frozen":
+            return self._freeze_store(seconds / 2), "store"
+        return self._kill_store(seconds / 4), "store"
 
     def _replica_work(self, fault: Fault, replica: SimReplica) -> Awaitable[None]:
         seconds = fault.seconds

@@ -214,7 +214,23 @@ def test_a_call_at_a_gateway_that_died_is_no_violation() -> None:
     """Nobody could answer it."""
     history = good()
     history.calls.append(call(status=None))
-    history.outages.append(outage("gateway 0", began=19.5, ended=19.6))
+    history.outages.append(outage("gateway 0", began=19.5, ended=19.6, kind="gateway killed"))
+    assert broken(history) == set()
+
+
+def test_a_call_whose_gateway_lost_only_its_store_must_be_answered() -> None:
+    """Then it answers that it does not know."""
+    history = good()
+    history.calls.append(call(status=None))
+    history.outages.append(outage("gateway 0", began=19.5, ended=19.6, kind="store slow"))
+    assert broken(history) == {TIME}
+
+
+def test_a_gateway_that_stood_still_may_not_know_of_the_last_commit() -> None:
+    """It passes an answer on that it could not see the end of."""
+    history = good()
+    history.rollouts.append(rollout(18.0, OLD, NEW, ended=41.0))
+    history.outages.append(outage("gateway 0", began=30.0, ended=41.0, kind="gateway frozen"))
     assert broken(history) == set()
 
 
