@@ -49,7 +49,8 @@ class Past(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """The one control call that may move the round now, and the gateway that carries it.
 
-    `token` is the fencing token: answers that bring another one change nothing.
+    `token` is the fencing token: answers that bring another one change nothing. `after` is that
+    of the last call that was over when this one was found to be new.
     """
 
     gateway: str
@@ -58,6 +59,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     call: CallId
     since: float
     story: tuple[Past, ...] = ()
+    after: str | None = None
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +92,16 @@ class Meeting(StrEnum):
     ON_ITS_WAY = "on its way"
     ANSWERED = "answered"
     IN_DOUBT = "in doubt"
+
+
+def is_overtaken(holder: Holder, ended: Ended | None) -> bool:
+    """Whether an equal call was carried out between the look for one and this call's own turn.
+
+    Then both were on their way at once, so this one is a repetition and must not be sent again.
+    """
+    if ended is None or ended.holder.token == holder.after:
+        return False
+    return holder.call.repeats(ended.holder.call)
 
 
 KEPT_S = 600.0

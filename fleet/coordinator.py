@@ -78,6 +78,14 @@ log = logging.getLogger(__name__)
 
 Outcomes = dict[str, Outcome]
 
+_FAN_OUT: dict[type[Event], type[Action]] = {
+    InitRequested: SendInit,
+    StartRequested: SendStart,
+    UpdateRequested: SendUpdate,
+    FinishRequested: SendFinish,
+    CommitRequested: SendResume,
+}
+"""The action whose outcomes each call answers with."""
 STORE_AGAIN_S = 0.2
 """How long to wait before a write that the store did not take is made again."""
 
@@ -110,6 +118,7 @@ class Coordinator:
         self._check_form(body.init_info)
         if (before := await self._calls.met(call)) is not None:
             return before
+        holder = self._calls.hold("init", call)
         self._require(InitRequested, "init")
         await self._registry.settle()
         await self._registry.verify(
@@ -123,14 +132,16 @@ class Coordinator:
             return msgspec.json.encode({"init_info": info})
 
         errand = Errand(body_of=body_of, names=wire.announced_in_init(family, body.init_info))
-        holder = self._calls.hold("init", call)
-        await self._drive(InitRequested(now=time(), group=group, holder=holder), errand)
+        planned_on = self._ledger.state.generation
+        event = InitRequested(now=time(), group=group, holder=holder, planned_on=planned_on)
+        await self._drive(event, errand)
         return errand.outcomes[SendInit]
 
     async def start(self, call: CallId, *, draft: bool = False) -> Outcomes:
         """Close the gate, pause, and open a session on every member; undo it all if one refuses."""
         if (before := await self._calls.met(call)) is not None:
             return before
+        holder = self._calls.hold("start", call)
         self._require(StartRequested, "start")
         await self._registry.verify(self._members())
         check_still_whole(self._ledger.state)
@@ -141,7 +152,7 @@ class Coordinator:
             by=call.by,
             draft=draft,
             auto_pause=auto_pause,
-            holder=self._calls.hold("start", call),
+            holder=holder,
         )
         await self._drive(event, errand)
         return errand.outcomes[SendStart]
@@ -157,7 +168,10 @@ class Coordinator:
             names=body.names or (),
         )
         event = UpdateRequested(
-            now=time(), announces=bool(body.names), holder=self._calls.hold("update", call)
+            now=time(),
+            announces=bool(body.names),
+            holder=self._calls.hold("update", call),
+            planned_on=self._ledger.state.generation,
         )
         await self._drive(event, errand)
         return errand.outcomes[SendUpdate]
@@ -167,6 +181,7 @@ class Coordinator:
         check_version(body.weight_version)
         if (before := await self._calls.met(call)) is not None:
             return before
+        holder = self._calls.hold("finish", call)
         self._require(FinishRequested, "finish")
         state = self._ledger.state
         if state.round and state.round.draft and body.weight_version is not None:
@@ -182,7 +197,9 @@ class Coordinator:
             auto_version=self._options.auto_version,
             full=full,
             names_key=names_key,
-            holder=self._calls.hold("finish", call),
+            round=state.round.id if state.round else None,
+            planned_on=state.generation,
+            holder=holder,
         )
         await self._drive(event, errand)
         return errand.outcomes[SendFinish]
@@ -194,9 +211,9 @@ class Coordinator:
         """
         if (before := await self._calls.met(call)) is not None:
             return before
+        holder = self._calls.hold("commit", call)
         self._require(CommitRequested, "commit")
         errand = Errand()
-        holder = self._calls.hold("commit", call)
         event = CommitRequested(now=time(), by=call.by, round=round_id, holder=holder)
         await self._drive(event, errand)
         return errand.outcomes.get(SendResume, {})
@@ -306,7 +323,12 @@ class Coordinator:
             await self._carry_out(event, errand)
 
     async def _carry_out(self, event: Event, errand: Errand) -> None:
-        actions = await self._ledger.apply(event)
+        try:
+            actions = await self._ledger.apply(event)
+        except IllegalTransition:
+            if not await self._was_overtaken(event, errand):
+                raise
+            return
         try:
             await self._follow(actions, errand)
         except StoreUnavailable as error:
@@ -323,6 +345,17 @@ class Coordinator:
         failure = self._failure(errand)
         if failure is not None:
             raise failure
+
+    async def _was_overtaken(self, event: Event, errand: Errand) -> bool:
+        """Take over the result of an equal call that another gateway was faster with."""
+        holder = event.holder if isinstance(event, Requested) else None
+        kind = _FAN_OUT.get(type(event))
+        if holder is None or kind is None:
+            return False
+        before = await self._calls.overtaken(holder)
+        if before is not None:
+            errand.outcomes[kind] = before
+        return before is not None
 
     async def _follow(self, actions: tuple[Action, ...], errand: Errand) -> None:
         while actions:

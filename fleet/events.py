@@ -22,9 +22,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Requested(Event, frozen=True, kw_only=True):
-    """A call that moves the round; `holder` is the call and the gateway that carries it."""
+    """A call that moves the round; `holder` is the call and the gateway that carries it.
+
+    `planned_on` is the generation that it was planned on: it does not fit another one.
+    """
 
     holder: Holder | None = None
+    planned_on: int | None = None
 
 
 class InitRequested(Requested, frozen=True, kw_only=True):
@@ -50,8 +54,11 @@ class UpdateRequested(Requested, frozen=True, kw_only=True):
 class FinishRequested(Requested, frozen=True, kw_only=True):
     """A trainer closes the update; `version` is its own label, `full` what the names cover.
 
-    `names_key` is where the store keeps the names that the round rests on, if it is full.
+    `names_key` is where the store keeps the names that the round rests on, if it is full; `round`
+    is the id of the round for which that was found out.
     """
+
+    round: int | None = None
 
     full: bool
     names_key: str | None = None

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from fleet.calls import Ended, Past
-from fleet.events import Answered, Event, HolderLost, Requested, ResetRequested
+from fleet.calls import Ended, Past, is_overtaken
+from fleet.events import Answered, Event, FinishRequested, HolderLost, Requested, ResetRequested
 from fleet.state import IN_SESSION, ON_THE_WAY, FleetState
 
 change = msgspec.structs.replace
@@ -23,6 +23,18 @@ def may_report(state: FleetState, event: Event) -> bool:
     if isinstance(event, Answered):
         return event.token == holds
     return event.lost == holds if isinstance(event, HolderLost) else True
+
+
+def is_timely(state: FleetState, event: Event) -> bool:
+    """Whether the fleet stands as it did when the call was planned, wherever others brought it."""
+    if not isinstance(event, Requested) or isinstance(event, HolderLost):
+        return True
+    if event.planned_on not in (None, state.generation):
+        return False
+    current = state.round.id if state.round else None
+    if isinstance(event, FinishRequested) and event.round not in (None, current):
+        return False
+    return event.holder is None or not is_overtaken(event.holder, state.ended)
 
 
 def held(state: FleetState, event: Event) -> FleetState:

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import msgspec
 
-from fleet.calls import CallId, Ended, Holder, Meeting, earlier
+from fleet.calls import CallId, Ended, Holder, Meeting, earlier, is_overtaken
 from fleet.errors import FleetError
 from fleet.ledger import Ledger
 from fleet.outcome import Outcome
@@ -38,8 +38,14 @@ class Calls:
         self.hears: Hears | None = None
 
     def hold(self, what: str, call: CallId) -> Holder:
-        """Return the claim of a new call on the fleet, with a token that nobody has had."""
-        return Holder(gateway=self.me, token=uuid4().hex, what=what, call=call, since=time())
+        """Return the claim of a new call on the fleet, with a token that nobody has had.
+
+        Made right after `met`, with nothing awaited in between: `after` tells what that has seen.
+        """
+        last = self._ledger.state.ended
+        after = last.holder.token if last else None
+        token = uuid4().hex
+        return Holder(gateway=self.me, token=token, what=what, call=call, since=time(), after=after)
 
     @contextmanager
     def carrying(self, holder: Holder | None) -> Generator[None]:
@@ -58,7 +64,11 @@ class Calls:
         """Whether the call that holds the fleet with this token is on its way here."""
         return token in self._carried
 
-    async def met(self, call: CallId) -> dict[str, Outcome] | None:
+    async def overtaken(self, holder: Holder) -> dict[str, Outcome] | None:
+        """Return the result of an equal call that came first, though `met` had seen none."""
+        return await self.met(holder.call, holder)
+
+    async def met(self, call: CallId, mine: Holder | None = None) -> dict[str, Outcome] | None:
         """Return the result of the call that this one repeats, or None if it is a new one.
 
         Waits while that is on its way at another gateway. Raises what it ended with, and Refused
@@ -73,6 +83,8 @@ class Calls:
             )
             is_over = state.ended is not None and call.repeats(state.ended.holder.call)
             meeting = Meeting.ANSWERED if is_over else Meeting.NONE
+        elif mine is not None and is_overtaken(mine, state.ended):
+            meeting = Meeting.ANSWERED
         if state.ended is None or meeting is Meeting.NONE:
             return None
         if meeting is Meeting.IN_DOUBT:

@@ -60,7 +60,7 @@ from fleet.events import (
     UpdateFailed,
     UpdateRequested,
 )
-from fleet.holding import held, may_report, story
+from fleet.holding import held, is_timely, may_report, story
 from fleet.parts import (
     archived,
     changed,
@@ -175,6 +175,10 @@ def advance(state: FleetState, event: Event) -> Step:
         )
     if not may_report(state, event):
         raise IllegalTransition(f"{name_of(state)} is not held by this call any more")
+    if not is_timely(state, event):
+        raise IllegalTransition(
+            "another call has changed what this one was made for; look at GET /fleet first"
+        )
     following, actions = _RULES[type(event)](change(state, phase=phase), event)
     return held(following, event), actions
 
