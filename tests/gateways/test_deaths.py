@@ -9,7 +9,7 @@ from time import monotonic
 import httpx
 import pytest
 
-from fleet.sim import SimFleet
+from fleet.sim import SimFleet, SimReplica
 from tests.cases.conftest import (
     FINISH,
     INIT,
@@ -32,6 +32,15 @@ async def until_called(sim: SimFleet, path: str, count: int = 1) -> None:
         return all(len(posts(replica, path)) >= count for replica in sim.replicas)
 
     await wait_until(called)
+
+
+async def until_posted(replica: SimReplica, path: str, count: int) -> None:
+    """Wait until a replica has got exactly so many POSTs on a path."""
+
+    async def got() -> bool:
+        return len(posts(replica, path)) == count
+
+    await wait_until(got)
 
 
 async def until_phase(case: Case, *phases: str) -> None:
@@ -110,14 +119,7 @@ async def test_what_was_on_its_way_when_its_gateway_died_is_never_finished_by_gu
         assert monotonic() - began < 2 * LEASE_S + 1, told
         with pytest.raises(httpx.HTTPError):
             await dying
-        if path == FINISH:
-
-            async def closed() -> bool:
-                return len(posts(sim.replicas[0], path)) == 2  # the bare finish follows the answer
-
-            await wait_until(closed)
-        else:
-            assert len(posts(sim.replicas[0], path)) == 1
+        await until_posted(sim.replicas[0], path, 1 if path == UPDATE else 2)  # bare finish
         assert await there.version() == "1"
         fleet = await there.fleet()
         assert (fleet["phase"], fleet["gate"]["state"]) == ("failed", "closed")
