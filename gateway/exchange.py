@@ -94,6 +94,7 @@ class Exchange:
         "_failed",
         "_fresh",
         "_is_gone",
+        "_is_recalled",
         "_rollouts",
         "_started",
         "_status",
@@ -115,6 +116,7 @@ class Exchange:
         self._fresh = False
         self._started = False
         self._is_gone = False
+        self._is_recalled = False
         self._began = monotonic()
         self._status: int | None = None
         self._stream_end: bytes | None = None  # of a stream of events: how it ends so far
@@ -198,6 +200,28 @@ class Exchange:
             self._waiting = None
         self._go(ticket)
 
+    def recall(self) -> None:
+        """Take the rollout back, to be admitted anew, unless all of it is with its replica.
+
+        What is not sent when the lease ends must not be sent later: whoever closes the gates waits
+        no longer than that.
+        """
+        ticket, connection = self._ticket, self._connection
+        if ticket is None or not ticket.is_sending or self._started:
+            return
+        if connection is None:
+            self._is_recalled = True  # until there is a connection, nothing is sent
+            return
+        self._connection = None
+        connection.abort()
+        self._again()
+
+    def _again(self) -> None:
+        """Ask for admission anew: the gate may have closed, or the version moved."""
+        self._is_recalled = False
+        self._end_ticket()
+        self._admit()
+
     def _go(self, ticket: Ticket) -> None:
         self._ticket = ticket
         self._rollouts.upstreams.pool(ticket.replica.url).take(self, fresh=self._fresh)
@@ -208,6 +232,10 @@ class Exchange:
         """Send the request."""
         if self._is_gone or self._ticket is None:
             connection.abort()
+            return
+        if self._is_recalled:
+            connection.abort()
+            self._again()
             return
         self._connection = connection
         request = self.request
@@ -273,10 +301,10 @@ class Exchange:
         ticket, connection = self._ticket, self._connection
         self._connection = None
         if not self._started and connection is not None and connection.is_reused:
-            self._end_ticket()  # the gate may have closed, or the version moved, since it was given
             self._fresh = True
-            self._admit()  # the connection was closed while idle: that says nothing of its replica
+            self._again()  # the connection was closed while idle: that says nothing of its replica
             return
+        self._is_recalled = False
         replica = ticket.replica.id
         self._rollouts.suspect(replica, reason)
         if self._started:

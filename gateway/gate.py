@@ -12,7 +12,7 @@ The line is first come, first served, and bounded in number, bytes and time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic, time
@@ -81,6 +81,8 @@ class RolloutGate:
         self.inflight: dict[str, int] = {}
         self._closed_since: float | None = None
         self._lease_until = inf
+        self._lease_check: asyncio.TimerHandle | None = None
+        self.on_lapse: Callable[[], None] | None = None
         self._is_stopping = False
         self._nothing_sent = _set_event()
         self._nothing_running = _set_event()
@@ -106,6 +108,7 @@ class RolloutGate:
         """Admit rollouts until this moment (monotonic clock), unless renewed again before."""
         self._lease_until = until
         self._release()
+        self._check_lease()
 
     def stop(self) -> None:
         """Send everyone in the line away, and hold nobody any more: the gateway stops."""
@@ -218,6 +221,19 @@ class RolloutGate:
             self._nothing_running.set()
 
     # -- pieces -----------------------------------------------------------------------------------
+
+    def _check_lease(self) -> None:
+        """Call back what has not left yet as soon as the lease ends: nobody waits for it longer."""
+        left_s = self._lease_until - monotonic()
+        if left_s > 0 and self._lease_check is None:  # one timer does for many renewals
+            loop = asyncio.get_running_loop()
+            self._lease_check = loop.call_later(left_s, self._look_at_lease)
+        elif left_s <= 0 and self.on_lapse is not None:
+            self.on_lapse()
+
+    def _look_at_lease(self) -> None:
+        self._lease_check = None
+        self._check_lease()
 
     def _why_too_few(self, state: FleetState) -> str | None:
         if not self._min_replicas:

@@ -78,6 +78,7 @@ class Rollouts:
         self.metrics = metrics
         self.accounts = Accounts(metrics, settings.log.access)
         self.upstreams = Upstreams()
+        gate.on_lapse = self.recall
         self._look_at = look_at
         self._suspected: dict[str, float] = {}
         self.running: set[Exchange] = set()
@@ -102,6 +103,11 @@ class Rollouts:
         self._suspected[replica] = now
         log.warning("rollouts break", extra={"replica": replica, "error": reason})
         self._look_at(replica)
+
+    def recall(self) -> None:
+        """Take back every rollout that is not sent whole: this gateway's lease has ended."""
+        for exchange in tuple(self.running):
+            exchange.recall()
 
     def authorise(self, headers: Headers) -> None:
         """Raise unless the caller may send rollouts."""
