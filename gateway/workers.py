@@ -11,14 +11,16 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from time import monotonic
+from time import monotonic, sleep
 from typing import Final
 
 log = logging.getLogger(__name__)
 
 SIGNALS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
 FAILS_TO_START_S: Final = 5.0
-"""A worker that ends sooner than this would end again: then all of them stop."""
+"""If one ends sooner than this and none has lived longer, none would: then all of them stop."""
+AGAIN_S: Final = 1.0
+"""How long to wait before one that ended so soon is replaced."""
 
 Work = Callable[[], object]
 
@@ -26,28 +28,32 @@ Work = Callable[[], object]
 def supervise(count: int, work: Work) -> int:
     """Run `work` in `count` processes until SIGTERM or SIGINT; return the exit status.
 
-    A worker that dies is replaced, unless it died while starting. The workers end with this
+    A worker that dies is replaced, unless none could be started. That one is killed twice in a row,
+    for its memory say, must not take the rollouts of the others along. The workers end with this
     process, however it ends.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     watched, held = os.pipe()
     born = {_start(work, watched, held): monotonic() for _ in range(count)}
-    is_stopping, status = False, 0
+    is_stopping, could_start, status = False, False, 0
     while born:
         if signal.sigwait(SIGNALS) != signal.SIGCHLD:
             is_stopping = True
             _stop(born)
             continue
         for pid, ended_with in _ended():
-            lived_s = monotonic() - born.pop(pid)
+            could_start = could_start or monotonic() - min(born.values()) >= FAILS_TO_START_S
+            ended_soon = monotonic() - born.pop(pid) < FAILS_TO_START_S
             if is_stopping:
                 continue
             log.warning("worker died", extra={"pid": pid, "status": ended_with})
-            if lived_s < FAILS_TO_START_S:
+            if not could_start:
                 is_stopping, status = True, 1
                 _stop(born)
-            else:
-                born[_start(work, watched, held)] = monotonic()
+                continue
+            if ended_soon:
+                sleep(AGAIN_S)
+            born[_start(work, watched, held)] = monotonic()
     return status
 
 

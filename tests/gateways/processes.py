@@ -92,7 +92,7 @@ class Gateways:
 
     async def start(self, *, store: str | None = None, **environment: str) -> GatewayProcess:
         """Start one more gateway and wait until it is ready."""
-        port = _free_port()
+        port = free_port()
         url = f"http://127.0.0.1:{port}"
         log = self.folder / f"gateway-{len(self.all)}.log"
         arguments = ["serve", "--host", "127.0.0.1", "--port", str(port)]
@@ -135,7 +135,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
