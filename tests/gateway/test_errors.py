@@ -41,9 +41,10 @@ TABLE = {
 
 
 def tree(kind: type[FleetError] = FleetError) -> dict[str, type[FleetError]]:
-    """Return every class of the tree by name."""
+    """Return every class of the tree by name; the client's twins stand for what it has read."""
     found: dict[str, type[FleetError]] = {}
-    for below in kind.__subclasses__():
+    ours = (c for c in kind.__subclasses__() if not c.__module__.startswith("fleet.client"))
+    for below in ours:
         found |= {below.__name__: below, **tree(below)}
     return {name: found[name] for name in sorted(found)}
 
