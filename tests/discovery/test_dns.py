@@ -93,9 +93,10 @@ class _Udp(asyncio.DatagramProtocol):
 async def name_server(*addresses: str) -> AsyncGenerator[NameServer]:
     """Serve until the context is left."""
     server, loop = NameServer(list(addresses)), asyncio.get_running_loop()
-    udp, _ = await loop.create_datagram_endpoint(lambda: _Udp(server), local_addr=("127.0.0.1", 0))
-    server.port = udp.get_extra_info("sockname")[1]
-    tcp = await asyncio.start_server(server.over_stream, "127.0.0.1", server.port)
+    tcp = await asyncio.start_server(server.over_stream, "127.0.0.1", 0)
+    server.port = tcp.sockets[0].getsockname()[1]
+    where = ("127.0.0.1", server.port)  # UDP ports are handed out apart: this one is hardly taken
+    udp, _ = await loop.create_datagram_endpoint(lambda: _Udp(server), local_addr=where)
     try:
         yield server
     finally:
