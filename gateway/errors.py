@@ -25,6 +25,9 @@ from fleet.errors import (
 )
 from gateway.auth import Forbidden, Unauthenticated
 
+TREE = frozenset({"fleet.errors", "gateway.auth"})
+"""The modules whose error classes are told by name."""
+
 STATUSES: dict[type[FleetError], int] = {
     BodyTooLarge: 413,
     BadInput: 400,
@@ -48,7 +51,15 @@ def status_of(error: FleetError) -> int:
 
 def body_of(error: FleetError) -> bytes:
     """Return the JSON body of an error."""
-    return msgspec.json.encode(shape(error.message, type(error).__name__, status_of(error), error))
+    return msgspec.json.encode(shape(error.message, name_of(error), status_of(error), error))
+
+
+def name_of(error: FleetError) -> str:
+    """Return the error's name in the tree, which is what clients know; a rule's own kind is inner.
+
+    Modules that refine an error for themselves (fleet/rounds.py: IllegalTransition) do not show.
+    """
+    return next(k.__name__ for k in type(error).__mro__ if k.__module__ in TREE)
 
 
 def shape(message: str, kind: str, code: int, error: FleetError | None = None) -> dict[str, Any]:

@@ -68,6 +68,7 @@ def test_a_refused_transition_is_409() -> None:
     from fleet.rounds import IllegalTransition
 
     assert status_of(IllegalTransition("told")) == 409
+    assert b'"type":"WrongPhase"' in body_of(IllegalTransition("told"))
 
 
 def test_what_must_not_be_repeated_is_never_500_502_or_503() -> None:
