@@ -323,6 +323,7 @@ class Coordinator:
             await self._carry_out(event, errand)
 
     async def _carry_out(self, event: Event, errand: Errand) -> None:
+        self._performer.check()
         try:
             actions = await self._ledger.apply(event)
         except IllegalTransition:

@@ -8,7 +8,9 @@ generation can never overwrite a newer one, nor mistake the stamps of a store th
 
 What other gateways write is taken over by `refresh`; who calls it when is `peers.py`'s business. A
 store that has gone back in time (it came back empty, or from an old snapshot) is given what this
-gateway knows: revisions only grow.
+gateway knows: revisions only grow. Another gateway may know more, and have slept or waited for the
+store longer. So such a state is written with its own revision and a stamp that says so, and for
+`settle_s` nobody builds on it: whoever knows more puts that in its place.
 
 Whoever must follow the state (the gate, the metrics) subscribes with `watch`.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from time import time
+from time import monotonic, time
 from uuid import uuid4
 
 import msgspec
@@ -38,6 +40,9 @@ ATTEMPTS = 200
 """How often a change is made again on a newer state. Who lost needs two round trips for the next
 attempt, who won only one, so a busy gateway may win many times in a row."""
 
+RESTORED = "restored-"
+"""How the word of a stamp begins whose state came from a gateway's memory."""
+
 Watcher = Callable[[FleetState], None]
 Listener = Callable[[Event, FleetState], None]
 
@@ -56,6 +61,8 @@ class Ledger:
         self._listeners: list[Listener] = []
         self._savers: list[Callable[[], None]] = []
         self._doubtful = False
+        self._stamp_seen_at = monotonic()
+        self.settle_s = 0.0
 
     @classmethod
     async def open(cls, store: Store, name: str) -> Ledger:
@@ -83,7 +90,21 @@ class Ledger:
         async with self._lock:
             await self._reload()
             if self._is_behind:
-                await self._save(self.state)
+                await self._restore()
+
+    def check_settled(self) -> None:
+        """Raise StoreUnavailable while the gateways agree on what a store has lost."""
+        if self._unsettled_s > 0:
+            raise StoreUnavailable(
+                "the store has lost the fleet's state, and a gateway has brought back what it knew",
+                hint="retry: another one that knows more has its say first",
+            )
+
+    async def settled(self) -> None:
+        """Return when the gateways have agreed on what a store has lost; mostly at once."""
+        while self._unsettled_s > 0:
+            await asyncio.sleep(self._unsettled_s)
+            await self.refresh()
 
     async def until(self, condition: Callable[[FleetState], bool]) -> FleetState:
         """Return the first state that meets the condition, now or later."""
@@ -123,14 +144,17 @@ class Ledger:
             if self._doubtful:
                 await self._reload()
             for _ in range(ATTEMPTS):
+                if self._is_behind and not await self._restore():
+                    await self._reload()
+                    continue
+                self.check_settled()
                 try:
                     state = change(self.state)
                 except FleetError:
                     if not await self._caught_up():
                         raise
                     continue
-                unchanged = state is self.state and not self._is_behind
-                if unchanged or await self._save(state):
+                if state is self.state or await self._save(state):
                     return state
                 await self._reload()
         raise StoreUnavailable("the fleet's state is being changed by others all the time")
@@ -148,7 +172,16 @@ class Ledger:
         return [current, *kept][:count] if current is not None else kept
 
     async def _save(self, state: FleetState) -> bool:
-        stamp = self._next_stamp(state)
+        revision = self.revision + 1
+        return await self._write(state, revision, f"{state.generation}:{revision}:{_word()}")
+
+    async def _restore(self) -> bool:
+        """Write what this gateway knows, as it is; alone, it need not wait for others to agree."""
+        revision, state = self.revision, self.state
+        word = f"{RESTORED}{_word()}" if len(state.gateways) > 1 else _word()
+        return await self._write(state, revision, f"{state.generation}:{revision}:{word}")
+
+    async def _write(self, state: FleetState, revision: int, stamp: str) -> bool:
         try:
             saved = await self.store.swap(
                 STATE, expected=self._stamp, stamp=stamp, body=msgspec.json.encode(state)
@@ -157,15 +190,23 @@ class Ledger:
             self._doubtful = True
             raise
         if saved:
-            self._stamp = stamp
+            self._see(stamp)
             self._is_behind = False
-            self._accept(state, self.revision + 1)
+            self._accept(state, revision)
             for saver in self._savers:
                 saver()
         return saved
 
-    def _next_stamp(self, state: FleetState) -> str:
-        return f"{state.generation}:{self.revision + 1}:{uuid4().hex[:8]}"
+    def _see(self, stamp: str | None) -> None:
+        self._stamp = stamp
+        self._stamp_seen_at = monotonic()
+
+    @property
+    def _unsettled_s(self) -> float:
+        """For how long nobody may build on the state, in seconds."""
+        if not _is_restored(self._stamp):
+            return 0.0
+        return self._stamp_seen_at + self.settle_s - monotonic()
 
     async def _caught_up(self) -> bool:
         """Read the state again; say whether it is newer than what this gateway knew."""
@@ -176,13 +217,15 @@ class Ledger:
     async def _reload(self) -> None:
         entry = await self.store.load(STATE)
         stamp = entry.stamp if entry else None
-        # Equal revisions with other stamps: somebody who knew less has written after a loss.
-        is_old = stamp != self._stamp and _revision_of(stamp) <= self.revision
+        # Equal revisions with other stamps: somebody who knew less has written after a loss, unless
+        # it has only brought back the same state.
+        known = self.revision - 1 if _is_restored(stamp) else self.revision
+        is_old = stamp != self._stamp and _revision_of(stamp) <= known
         newer = None if entry is None or is_old or stamp == self._stamp else _decode(entry.body)
         self._doubtful = False  # only now, or what cannot be read would count as read
         if stamp == self._stamp:
             return
-        self._stamp = stamp
+        self._see(stamp)
         self._is_behind = newer is None
         if newer is None:
             log.warning("the store lost the fleet's state; writing what this gateway knows")
@@ -194,6 +237,14 @@ class Ledger:
         self.revision = revision
         for watcher in tuple(self._watchers):
             watcher(state)
+
+
+def _word() -> str:
+    return uuid4().hex[:8]
+
+
+def _is_restored(stamp: str | None) -> bool:
+    return stamp is not None and stamp.rpartition(":")[2].startswith(RESTORED)
 
 
 def _revision_of(stamp: str | None) -> int:

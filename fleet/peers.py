@@ -192,6 +192,7 @@ class Peers:
         )
         until, lapsed = await self._lease.renew(presence)
         await self._ledger.refresh()
+        self._ledger.check_settled()
         if lapsed or self._ledger.state.gateways.get(self.me) != self._seat or not self._seat:
             await self._sit_down()
         self._lease.until = until

@@ -113,6 +113,10 @@ class Performer:
             SendShutdown: self._send_shutdown,
         }
 
+    def check(self) -> None:
+        """Raise LeaseLost if this gateway may not act; better before anything is written down."""
+        self._gate.check()
+
     async def perform(self, action: Action, errand: Errand) -> Answered | None:
         """Do what the action says; return the event that came of it, if it leads to one.
 

@@ -35,7 +35,7 @@ from fleet.performer import Performer
 from fleet.registry import Registry
 from fleet.replica_client import ReplicaClient, open_client
 from fleet.retries import Calls
-from fleet.store import Store, open_store
+from fleet.store import ANSWER_TIMEOUT_S, Store, open_store
 from fleet.watchdog import Watchdog
 from gateway.aborting import abort_here
 from gateway.asgi import Receive, Scope, Send
@@ -121,6 +121,7 @@ async def open_gateway(settings: Settings) -> AsyncGenerator[Gateway]:
         task_owner() as owner,
     ):
         gateway = await _assemble(settings, options, store, client, owner)
+        await gateway.ledger.settled()
         await gateway.peers.beat()
         await gateway.registry.add(settings.replicas)
         if source is None and not gateway.ledger.state.replicas:
@@ -150,6 +151,7 @@ async def _assemble(
     owner: asyncio.TaskGroup,
 ) -> Gateway:
     ledger = await Ledger.open(store, settings.name)
+    ledger.settle_s = options.lease_s + ANSWER_TIMEOUT_S
     gate = RolloutGate(settings.gate, settings.routing.policy, settings.min_replicas)
     ledger.watch(gate.follow)
     journal = Journal(store)

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 
     from fleet.store.redis import Commands
 
-__all__ = ["PERMANENT_KEYS", "Entry", "Record", "Store", "check_store_url", "open_store"]
+__all__ = [
+    "ANSWER_TIMEOUT_S",
+    "PERMANENT_KEYS",
+    "Entry",
+    "Record",
+    "Store",
+    "check_store_url",
+    "open_store",
+]
 
 _SCHEMES: Final = ("memory", "redis", "rediss", "unix")
 _OPTIONS: Final = frozenset({"db", "username", "password", "ssl_ca_certs", "ssl_cert_reqs"})

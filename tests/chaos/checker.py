@@ -113,7 +113,7 @@ def a_version_commits_only_when_every_member_has_arrived(history: History) -> It
     for did in history.did:
         if did.path == FINISH and did.status == 200 and did.version and did.ended is not None:
             arrived.setdefault((did.replica, did.version), did.ended)
-    for before, after in pairwise(history.states):
+    for before, after in pairwise(_settled(history)):
         if not _commits(before.state, after.state):
             continue
         version = after.state.weight_version or ""
@@ -125,7 +125,7 @@ def a_version_commits_only_when_every_member_has_arrived(history: History) -> It
 
 def a_fence_is_lifted_only_by_a_full_update(history: History) -> Iterator[str]:
     """Or with the replica itself: another boot, or gone from the fleet."""
-    for before, after in pairwise(history.states):
+    for before, after in pairwise(_settled(history)):
         if after.revision != before.revision + 1:
             continue  # something was written between the two that nobody saw
         for name, replica in before.state.replicas.items():
@@ -140,13 +140,13 @@ def a_fence_is_lifted_only_by_a_full_update(history: History) -> Iterator[str]:
 
 def the_version_never_goes_back(history: History) -> Iterator[str]:
     """Commits only add up, each version is committed once, and generations only grow."""
-    for before, after in pairwise(history.states):
+    for before, after in pairwise(_settled(history)):
         if after.state.generation < before.state.generation:
             yield f"revision {after.revision}: generation {after.state.generation} after {before}"
         if _number(after.state) < _number(before.state):
             told = f"{before.state.weight_version} -> {after.state.weight_version}"
             yield f"revision {after.revision}: {told}"
-    for written in history.states[-1:]:
+    for written in _settled(history)[-1:]:
         commits = [v for v in written.state.commits if v != UNSET_VERSION]
         if len(set(commits)) != len(commits):
             yield f"committed twice: {sorted(v for v in set(commits) if commits.count(v) > 1)}"
@@ -189,6 +189,11 @@ def _commits(before: FleetState, after: FleetState) -> bool:
     """Whether a round committed between two states; a version learnt from replicas is none."""
     moved = after.weight_version != before.weight_version
     return moved and before.phase is Phase.FINISHING
+
+
+def _settled(history: History) -> list[Written]:
+    """Return the states that gateways acted on."""
+    return [written for written in history.states if not written.restores]
 
 
 def _members(state: FleetState) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from time import monotonic
 import httpx
 from msgspec.structs import replace as change
 
+from fleet.ledger import RESTORED
 from fleet.sim import SimFleet, SimOptions, SimReplica
 from fleet.state import FleetState
 from tests.chaos.history import Did, History, Outage, Served, Written
@@ -190,7 +191,10 @@ class Field:
             brief = change(last.state, commits=last.state.commits[-1:], ended=None)
             self.history.states[-1] = replace(last, state=brief)
         revision = int(stamp.split(":")[1])
-        self.history.states.append(Written(at=monotonic(), revision=revision, state=state))
+        restores = stamp.rpartition(":")[2].startswith(RESTORED)
+        self.history.states.append(
+            Written(at=monotonic(), revision=revision, state=state, restores=restores)
+        )
 
     # -- faults ------------------------------------------------------------------------------------
 

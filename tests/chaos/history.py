@@ -80,11 +80,16 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """One state of the fleet, when Redis confirmed it; `revision` counts the writes."""
+    """One state of the fleet, when Redis confirmed it; `revision` counts the writes.
+
+    One that `restores` is what a gateway brought back to a store that had lost everything; nobody
+    builds on it before the others have had their say.
+    """
 
     at: float
     revision: int
     state: FleetState
+    restores: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -234,6 +234,17 @@ def test_a_gateway_that_stood_still_may_not_know_of_the_last_commit() -> None:
     assert broken(history) == set()
 
 
+@pytest.mark.parametrize(("restores", "found"), [(True, set[str]()), (False, {VERSION})])
+def test_what_a_gateway_brings_back_counts_once_it_is_built_on(
+    restores: bool, found: set[str]
+) -> None:
+    """A gateway that slept may bring an old state back to an empty store; others overrule it."""
+    history = good()
+    old = replace(history.states[0], at=55.0, revision=9, restores=restores)
+    history.states += [old, replace(history.states[-1], at=56.0, revision=10)]
+    assert broken(history) & {VERSION} == found
+
+
 def test_a_restarted_replica_may_lose_its_fence() -> None:
     """It is another server then; it is stale instead."""
     history = good()

@@ -100,10 +100,13 @@ async def test_a_start_right_after_the_store_came_back_empty_overtakes_no_rollou
     ):
         here, there = several.case(0), several.case(1)
         await here.first_sync("0")
-        for n in range(1, 4):
+        for n in range(1, 3):
             own_server.kill()
             own_server.start()
             start = await here.start()
+            while start.status_code == 503:  # the gateways agree on what was lost
+                await asyncio.sleep(0.1)
+                start = await here.start()
             late = asyncio.ensure_future(there.complete())
             if start.status_code != 200:  # the heartbeats met the empty store in mid-call
                 check_error(start, 409, "taken over")
