@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from time import monotonic
 
+import msgspec
 import pytest
 
 from fleet.calls import CallId, Holder
@@ -18,6 +19,7 @@ from fleet.ledger import Ledger
 from fleet.owner import task_owner
 from fleet.peers import Peers
 from fleet.store import Store, open_store
+from fleet.talk import CHANNEL, Message
 from tests.fleets import NOW, fleet_of, group_for, replica
 from tests.waiting import wait_until
 
@@ -138,13 +140,42 @@ async def test_alone_a_gate_closes_at_once(another: Opening) -> None:
     assert monotonic() - began < LEASE_S / 2
 
 
+async def test_closed_waits_for_the_last_byte_of_this_gateway(another: Opening) -> None:
+    """Its own rollouts count as well, whether or not others are there."""
+    one = await another()
+    one.gate.idle.clear()
+    closing = asyncio.ensure_future(one.peers.closed())
+    done, _ = await asyncio.wait({closing}, timeout=LEASE_S / 3)
+    assert not done
+    one.gate.idle.set()
+    await closing
+
+
+async def test_who_has_not_seen_the_state_does_not_acknowledge(another: Opening) -> None:
+    """Its gate may still stand open, whatever it says of the rollouts that it has in hand."""
+    one, two = await another(), await another()
+    await until(lambda: len(one.seated()) == 2)
+    ahead = Message(sender="x", what="closed", revision=two.ledger.revision + 1000, ask="ahead")
+    seen = msgspec.structs.replace(ahead, revision=two.ledger.revision, ask="seen")
+    async with two.ledger.store.subscribe(CHANNEL) as messages:
+        for question in (ahead, seen):
+            await two.ledger.store.publish(CHANNEL, msgspec.json.encode(question))
+        answered: list[str] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEASE_S):
+                async for body in messages:
+                    message = msgspec.json.decode(body, type=Message)
+                    answered += [message.ask] if message.answer else []
+    assert set(answered) == {"seen"}
+
+
 async def test_closed_waits_for_the_last_byte_of_another_gateway(another: Opening) -> None:
     """Its acknowledgement comes when nothing is between choice and last byte any more."""
     one, two = await another(), await another()
     await until(lambda: len(one.seated()) == 2)
     two.gate.idle.clear()
     closing = asyncio.ensure_future(one.peers.closed())
-    done, _ = await asyncio.wait({closing}, timeout=LEASE_S / 3)
+    done, _ = await asyncio.wait({closing}, timeout=LEASE_S * 2 / 3)
     assert not done
     two.gate.idle.set()
     await closing
@@ -159,7 +190,7 @@ async def test_a_dead_gateway_is_waited_for_until_its_lease_has_ended(another: O
     could_admit_until = two.gate.until
     await one.peers.closed()
     assert monotonic() >= could_admit_until
-    assert monotonic() < could_admit_until + 2 * LEASE_S
+    assert monotonic() < could_admit_until + 0.9 * LEASE_S
 
 
 async def test_a_gateway_that_lives_but_does_not_acknowledge_is_expelled(another: Opening) -> None:
