@@ -23,8 +23,8 @@ from fleet.talk import CHANNEL, Message
 from tests.fleets import NOW, fleet_of, group_for, replica
 from tests.waiting import wait_until
 
-LEASE_S = 0.6
-BEAT_S = 0.1
+LEASE_S = 1.5
+BEAT_S = 0.15
 
 
 class LocalGate:
