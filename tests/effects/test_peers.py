@@ -106,8 +106,7 @@ async def another(request: pytest.FixtureRequest) -> AsyncIterator[Opening]:
     """Open one more living gateway of the same fleet."""
     memory = request.param == "memory"
     url = f"memory://{uuid.uuid4()}" if memory else request.getfixturevalue("redis_url")
-    async with AsyncExitStack() as stack:
-        owner = await stack.enter_async_context(task_owner())
+    async with AsyncExitStack() as stack, task_owner() as owner:  # tasks end before their stores
 
         async def opened() -> Gateway:
             store: Store = await stack.enter_async_context(open_store(url, "tests"))
