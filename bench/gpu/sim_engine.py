@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import Future
 from typing import Any
 
 from bench.gpu.models import Weights
-from bench.gpu.processes import free_port
-from fleet.backends.gloo_group import GlooError, GlooGroup, join_group
-from fleet.sim.trainer import describe
+from fleet.backends.gloo_calls import answer_or_breakage, call_beside, meet_workers
+from fleet.backends.gloo_group import GlooError
+from fleet.sim.trainer import Rendezvous, describe
 
 TIMEOUT_S = 30.0
 
@@ -21,7 +19,7 @@ class SimEngine:
         self.client = client
         self.weights = weights
         self._sent_meta: Any = None
-        self.model_update_group = self._meet(world_size)
+        self.model_update_group = meet_workers(client, Rendezvous(world_size, timeout_s=TIMEOUT_S))
 
     def send_weights(self, *payload: Any) -> None:
         """One round; what it is given stands for the weights that are held."""
@@ -30,13 +28,12 @@ class SimEngine:
         self.client.start_weight_update()
         info = {key: [] for key in declared} if declared == self._sent_meta else declared
         group = self.model_update_group
-        answer = _beside(lambda: self.client.update_weights(info), group)
+        answer = call_beside(lambda: self.client.update_weights(info), on_failure=group.close)
         try:
             for tensor in self.weights.tensors().values():
                 group.broadcast(tensor, src=0)
-        except GlooError:
-            answer.result(10)
-            raise
+        except GlooError as error:
+            raise answer_or_breakage(answer, error) from error
         answer.result()
         self.client.finish_weight_update()
         self._sent_meta = declared
@@ -44,39 +41,3 @@ class SimEngine:
     def shutdown(self) -> None:
         """Leave the group."""
         self.model_update_group.close()
-
-    def _meet(self, world_size: int) -> GlooGroup:
-        port, refused = free_port(), threading.Event()
-        body = {
-            "master_address": "127.0.0.1",
-            "master_port": port,
-            "rank_offset": 1,
-            "world_size": world_size,
-        }
-        answer = _beside(lambda: self.client.init_weight_transfer_engine(body), refused)
-        try:
-            group = join_group(
-                "127.0.0.1", port, 0, world_size, timeout_s=TIMEOUT_S, cancelled=refused
-            )
-        except GlooError:
-            answer.result(10)
-            raise
-        answer.result()
-        return group
-
-
-def _beside(call: Any, on_failure: GlooGroup | threading.Event) -> Future[None]:
-    answer: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:  # carried to the trainer's thread
-            answer.set_exception(error)
-            if isinstance(on_failure, threading.Event):
-                on_failure.set()
-            else:
-                on_failure.close()
-
-    threading.Thread(target=run, daemon=True).start()
-    return answer

@@ -13,6 +13,7 @@ Synchronous throughout, as trainers are; from a test's loop, call it in a thread
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -30,6 +31,33 @@ class TrainerError(RuntimeError):
         self.status = status
         self.text = text
         super().__init__(f"POST {path}: {status or 'no answer'}: {text}")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Rendezvous:
+    """Where a trainer's single sender meets its workers, as a stock trainer's init info says it."""
+
+    world_size: int
+    rank: int = 0
+    master_address: str = "127.0.0.1"
+    master_port: int = field(default_factory=free_port)
+    timeout_s: float = 20.0
+
+    def worker_payload(self) -> dict[str, Any]:
+        """The init body for the workers, who come after the sender."""
+        return {
+            "master_address": self.master_address,
+            "master_port": self.master_port,
+            "rank_offset": 1,
+            "world_size": self.world_size,
+        }
 
 
 class SimTrainer:
@@ -71,17 +99,11 @@ class SimTrainer:
         """
         self._leave()
         self.world_size = world_size or self.get("/get_world_size")["world_size"] + 1
-        self.master_port = self.master_port or free_port(self.master_address)
-        info = {
-            "master_address": self.master_address,
-            "master_port": self.master_port,
-            "rank_offset": 1,
-            "world_size": self.world_size,
-        }
-        port, self.master_port = self.master_port, None
+        port, self.master_port = self.master_port or free_port(self.master_address), None
+        meeting = Rendezvous(self.world_size, master_address=self.master_address, master_port=port)
         self._together(
             "/init_weight_transfer_engine",
-            {"init_info": info},
+            {"init_info": meeting.worker_payload()},
             lambda: self._join(port),
         )
 
@@ -170,13 +192,6 @@ def describe(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         "dtype_names": [str(tensor.dtype).rpartition(".")[2] for tensor in state.values()],
         "shapes": [list(tensor.shape) for tensor in state.values()],
     }
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 def _spawn(

@@ -7,27 +7,17 @@ thread beside the collective, other ranks that only walk the source, metadata se
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fleet.backends.gloo_group import GlooError, GlooGroup, join_group
-from fleet.sim.trainer import describe, free_port
+from fleet.backends.gloo_calls import answer_or_breakage, call_beside, meet_workers
+from fleet.backends.gloo_group import GlooError, GlooGroup
+from fleet.sim.trainer import Rendezvous, describe
 from fleet.sim.weights import build_state_dict, replica_checksum
 
-TIMEOUT_S = 20.0
-
-
-@dataclass(frozen=True)
-class InitInfo:
-    """Where the group meets."""
-
-    world_size: int
-    rank: int = 0
+InitInfo = Rendezvous
 
 
 class Weights:
@@ -71,13 +61,12 @@ class GlooEngine:
         self.client.start_weight_update()
         empty = {key: [] for key in declared}
         info = empty if declared == self.sent else declared
-        answer = beside(lambda: self.client.update_weights(info), group)
+        answer = call_beside(lambda: self.client.update_weights(info), on_failure=group.close)
         try:
             for tensor in self.source:
                 group.broadcast(tensor, src=0)
-        except GlooError:
-            answer.result(5)
-            raise
+        except GlooError as error:
+            raise answer_or_breakage(answer, error) from error
         answer.result()
         self.client.finish_weight_update()
         self.sent = declared
@@ -92,38 +81,5 @@ def trainer_init(info: InitInfo, *, client: Any, source: Any) -> GlooEngine:
     engine = GlooEngine(info, client, source)
     if info.rank != 0:
         return engine
-    port, refused = free_port(), threading.Event()
-    body = {
-        "master_address": "127.0.0.1",
-        "master_port": port,
-        "rank_offset": 1,
-        "world_size": info.world_size,
-    }
-    answer = beside(lambda: client.init_weight_transfer_engine(body), refused)
-    try:
-        engine.group = join_group(
-            "127.0.0.1", port, 0, info.world_size, timeout_s=TIMEOUT_S, cancelled=refused
-        )
-    except GlooError:
-        answer.result(5)
-        raise
-    answer.result()
+    engine.group = meet_workers(client, info)
     return engine
-
-
-def beside(call: Any, on_failure: GlooGroup | threading.Event) -> Future[None]:
-    """Make a call in a thread; its failure ends the collective."""
-    answer: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-            if isinstance(on_failure, threading.Event):
-                on_failure.set()
-            else:
-                on_failure.close()
-
-    threading.Thread(target=run, daemon=True).start()
-    return answer
