@@ -89,12 +89,15 @@ class Lease:
         return None if entry is None else msgspec.json.decode(entry.body, type=Presence)
 
     async def lapsed(self, gateways: Iterable[str]) -> set[str]:
-        """Return whose leases have lapsed for certain.
+        """Return whose leases have lapsed for certain."""
+        return await self.surely({g for g in gateways if await self.presence_of(g) is None})
+
+    async def surely(self, absent: set[str]) -> set[str]:
+        """Return those whose absent keys mean that their leases have lapsed: all of them, or none.
 
         An absent key tells nothing if this gateway's own is absent too, or was a lease ago or less:
         then the store has lost keys (a Redis that came back empty), and others may still hold on.
         """
-        absent = {g for g in gateways if await self.presence_of(g) is None}
         if absent and self._stamp is not None and await self._store.load(self._key) is None:
             return set()
         return set() if monotonic() < self._doubted_until else absent

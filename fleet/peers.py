@@ -92,7 +92,7 @@ class Peers:
         """
         await self._ask_others("settled", expel=False)
         await self._nothing_acts.wait()
-        if self._ledger.state.gateways.keys() - {self.me}:
+        if self._seats_of_others():
             await self._ledger.refresh()  # what those calls have changed
 
     @contextmanager
@@ -133,7 +133,7 @@ class Peers:
 
         Best effort: a gateway that does not answer in time is not waited for.
         """
-        others = self._ledger.state.gateways.keys() - {self.me}
+        others = self._seats_of_others()
         if not others:
             return 0
         with self._talk.question("abort", names=names) as question:
@@ -155,8 +155,11 @@ class Peers:
                 return gateway in question.answers
         return True
 
+    def _seats_of_others(self) -> dict[str, Seat]:
+        return {g: s for g, s in self._ledger.state.gateways.items() if g != self.me}
+
     async def _ask_others(self, what: str, *, expel: bool) -> None:
-        others = {g: s for g, s in self._ledger.state.gateways.items() if g != self.me}
+        others = self._seats_of_others()
         if not others:
             return
         with self._talk.question(what, revision=self._ledger.revision) as question:
@@ -214,11 +217,11 @@ class Peers:
 
     async def _look_around(self) -> None:
         """See who is still there; give up the seats, and take over the call, of who is not."""
-        seats = {g: s for g, s in self._ledger.state.gateways.items() if g != self.me}
+        seats = self._seats_of_others()
         seen = {g: await self._lease.presence_of(g) for g in seats}
         self.others = {g: presence for g, presence in seen.items() if presence is not None}
-        absent = [g for g, presence in seen.items() if presence is None]
-        dead = {g: seats[g] for g in await self._lease.lapsed(absent)} if absent else {}
+        absent = {g for g, presence in seen.items() if presence is None}
+        dead = {g: seats[g] for g in await self._lease.surely(absent)}
         if dead:
             log.warning("gateways are gone", extra={"gateways": sorted(dead)})
             await self._ledger.amend(lambda state: _without(state, dead))
@@ -277,7 +280,7 @@ class Peers:
         while True:
             await self._news.wait()
             self._news.clear()
-            if self._ledger.state.gateways.keys() - {self.me}:
+            if self._seats_of_others():
                 news = Message(sender=self.me, what="news", revision=self._ledger.revision)
                 try:
                     await self._talk.say(news)
