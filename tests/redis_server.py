@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
 from redis import Redis
+
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +22,7 @@ class RedisServer:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._process: subprocess.Popen[str] | None = None
-        self.port = _free_port()
+        self.port = free_port()
 
     @property
     def url(self) -> str:
@@ -67,9 +68,3 @@ class RedisServer:
         """Delete every key."""
         with Redis.from_url(self.url) as client:
             client.flushall()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

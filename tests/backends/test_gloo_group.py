@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from fleet.backends.gloo_group import GlooError, GlooGroup, GlooTimeoutError, join_group
+from tests.ports import free_port
 
 HOST = "127.0.0.1"
 PEER = """
@@ -35,12 +36,6 @@ except RuntimeError as error:
     print(type(error).__name__, flush=True)
 sys.stdin.read()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

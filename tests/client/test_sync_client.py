@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import socket
 import subprocess
 import sys
 
@@ -29,6 +28,7 @@ from gateway import settings_model
 from tests.cases.conftest import START, UPDATE, case_of, fast, nccl, posts
 from tests.client.conftest import aside, init_info, join, send, url_of
 from tests.client.listener import listener, reply
+from tests.ports import free_port
 
 
 async def test_a_trainer_moves_the_fleet_from_version_to_version() -> None:
@@ -266,9 +266,3 @@ def test_it_needs_neither_torch_nor_vllm() -> None:
         "fleet.client.AsyncFleetClient('http://127.0.0.1:1')\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -15,30 +15,20 @@ from gateway.app import Application, create_app
 from gateway.context import Gateway
 from gateway.server import uvicorn_config
 from gateway.settings_model import Settings
+from tests.reached import Reached
 
 
-@dataclass
-class Served:
+@dataclass(kw_only=True)
+class Served(Reached):
     """A gateway that answers at `url`; `gateway` is what it is made of."""
 
-    url: str
     app: Application
-    http: httpx.AsyncClient
     seen: list[Any] = field(default_factory=list[Any])
 
     @property
     def gateway(self) -> Gateway:
         """The parts of the running gateway."""
         return self.app.framework.state.gateway
-
-    async def fleet(self) -> dict[str, Any]:
-        """GET /fleet."""
-        return (await self.http.get("/fleet")).json()
-
-    async def states(self) -> dict[str, str]:
-        """Each replica's state by id."""
-        found = (await self.http.get("/fleet/replicas")).json()["replicas"]
-        return {replica["id"]: replica["state"] for replica in found}
 
 
 @asynccontextmanager
@@ -62,7 +52,7 @@ async def serve(settings: Settings, *, asgi_only: bool = False) -> AsyncGenerato
         port = server.servers[0].sockets[0].getsockname()[1]
         url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
-            yield Served(url, app, http)
+            yield Served(url=url, app=app, http=http)
     finally:
         server.should_exit = True
         await serving

@@ -11,45 +11,27 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 
+from tests.ports import free_port
+from tests.reached import Reached
 from tests.waiting import wait_until
 
 LINE_LIMIT = 1 << 20
 
 
-@dataclass
-class ForkedGateway:
+@dataclass(kw_only=True)
+class ForkedGateway(Reached):
     """One `fleet serve`, with the words that a Case needs."""
 
     pid: int
-    url: str
-    http: httpx.AsyncClient
     log: Path
-
-    async def fleet(self) -> dict[str, Any]:
-        """GET /fleet."""
-        return (await self.http.get("/fleet")).json()
-
-    async def states(self) -> dict[str, str]:
-        """Each replica's state by id."""
-        found = (await self.http.get("/fleet/replicas")).json()["replicas"]
-        return {replica["id"]: replica["state"] for replica in found}
-
-    async def ready(self) -> bool:
-        """Whether /readyz says 200."""
-        try:
-            return (await self.http.get("/readyz")).status_code == 200
-        except httpx.HTTPError:
-            return False
 
     @property
     def is_alive(self) -> bool:
@@ -119,7 +101,8 @@ class Nursery:
             pid = int(await self.process.stdout.readline())
         url = f"http://127.0.0.1:{port}"
         http = httpx.AsyncClient(base_url=url, timeout=60, trust_env=False)
-        gateway = ForkedGateway(pid, url, await self.stack.enter_async_context(http), log)
+        await self.stack.enter_async_context(http)
+        gateway = ForkedGateway(pid=pid, url=url, http=http, log=log)
         self.all.append(gateway)
         return gateway
 
@@ -146,13 +129,6 @@ async def nursery(folder: Path, **environment: str) -> AsyncGenerator[Nursery]:
                 gateway.kill()
             process.kill()
             await process.wait()
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def main() -> None:

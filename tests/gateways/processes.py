@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from fleet.sim import SimFleet
 from tests.cases.conftest import Case
+from tests.ports import free_port
+from tests.reached import Reached
 from tests.waiting import wait_until
 
 FLEET = str(Path(sys.executable).with_name("fleet"))
@@ -32,30 +32,12 @@ QUICK = {
 }
 
 
-@dataclass
-class GatewayProcess:
+@dataclass(kw_only=True)
+class GatewayProcess(Reached):
     """One `fleet serve`, with the words that a Case needs."""
 
     process: asyncio.subprocess.Process
-    url: str
-    http: httpx.AsyncClient
     log: Path
-
-    async def fleet(self) -> dict[str, Any]:
-        """GET /fleet."""
-        return (await self.http.get("/fleet")).json()
-
-    async def states(self) -> dict[str, str]:
-        """Each replica's state by id."""
-        found = (await self.http.get("/fleet/replicas")).json()["replicas"]
-        return {replica["id"]: replica["state"] for replica in found}
-
-    async def ready(self) -> bool:
-        """Whether /readyz says 200."""
-        try:
-            return (await self.http.get("/readyz")).status_code == 200
-        except httpx.HTTPError:
-            return False
 
     def kill(self) -> None:
         """End it at once, as a crash would."""
@@ -109,7 +91,8 @@ class Gateways:
             )
         self.stack.push_async_callback(_end, process)
         http = httpx.AsyncClient(base_url=url, timeout=60, trust_env=False)
-        gateway = GatewayProcess(process, url, await self.stack.enter_async_context(http), log)
+        await self.stack.enter_async_context(http)
+        gateway = GatewayProcess(process=process, url=url, http=http, log=log)
         await wait_until(gateway.ready, timeout_s=20)
         self.all.append(gateway)
         return gateway
@@ -133,9 +116,3 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         process.send_signal(signal.SIGCONT)
         process.kill()
     await process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -16,7 +16,8 @@ import httpx
 from fleet.sim import SimFleet
 from gateway.workers import FAILS_TO_START_S
 from tests.cases.conftest import nccl
-from tests.gateways.processes import FLEET, QUICK, free_port
+from tests.gateways.processes import FLEET, QUICK
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 WORKERS = 3
