@@ -143,7 +143,7 @@ class Coordinator:
             return before
         holder = self._calls.hold("start", call)
         self._require(StartRequested, "start")
-        await self._registry.verify(self._members())
+        await self._registry.verify(self._ledger.state.member_ids)
         check_still_whole(self._ledger.state)
         auto_pause = self._options.pause_on_update != "off"
         errand = Errand()
@@ -301,10 +301,6 @@ class Coordinator:
                 hint="send names, dtype_names and shapes in the first update after an init",
             )
         return group.layout
-
-    def _members(self) -> tuple[str, ...]:
-        group = self._ledger.state.group
-        return group.members if group else ()
 
     # -- driving -----------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ def observe(state: FleetState, replica: str, seen: Observation, now: float) -> F
     before = state.replicas.get(replica)
     if before is None:
         return state
-    if _in_open_round(state, replica):
+    if in_open_round(state, replica):
         # it may have looked just before the round's own pause
         seen = change(seen, paused=None, asleep=False)
     if seen.lost is not None:
@@ -191,9 +191,7 @@ def membership(state: FleetState) -> Membership:
 
 def in_collective(state: FleetState) -> frozenset[str]:
     """Return the members that sit in a collective, whoever carries it, and answer nothing else."""
-    if state.group is None or state.phase not in IN_COLLECTIVE:
-        return frozenset()
-    return frozenset(state.group.members)
+    return frozenset(state.member_ids if state.phase in IN_COLLECTIVE else ())
 
 
 def _countable(candidates: list[Replica]) -> tuple[int, str | None]:
@@ -276,8 +274,9 @@ def _lost_members(state: FleetState) -> dict[str, str]:
     return lost
 
 
-def _in_open_round(state: FleetState, replica: str) -> bool:
-    return state.phase in ROUND_OPEN and state.group is not None and replica in state.group.members
+def in_open_round(state: FleetState, replica: str) -> bool:
+    """Whether a replica is a member of an open round."""
+    return state.phase in ROUND_OPEN and replica in state.member_ids
 
 
 def _restarted(before: Replica, seen: Observation) -> bool:
@@ -310,7 +309,7 @@ def _reborn(before: Replica, state: FleetState) -> Replica:
     A call of the open round may have reached the new server, so what the round did to the old one
     is taken to be true of the new one, until the round undoes it.
     """
-    in_round = _in_open_round(state, before.id)
+    in_round = in_open_round(state, before.id)
     fresh = Replica(
         id=before.id,
         url=before.url,

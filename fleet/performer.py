@@ -156,7 +156,7 @@ class Performer:
             action = msgspec.structs.replace(action, targets=self._whom_to_pause(action))
             outcomes = await self._pause(action.targets)
         except TimeoutError:
-            outcomes = {r: _gate_stays_open() for r in self._member_ids()}
+            outcomes = {r: _gate_stays_open() for r in self._ledger.state.member_ids}
             return PauseFailed(now=time(), outcomes=outcomes, elapsed_s=perf_counter() - started)
         errand.outcomes[SendPause] = outcomes
         return self._judge(PauseArrived, PauseFailed, action, outcomes, started)
@@ -273,7 +273,9 @@ class Performer:
     async def _reset_caches(self) -> bool:
         """Drop the old weights' KV where nothing was paused; running requests are preempted."""
         call = Call("POST", "/reset_prefix_cache", query="reset_running_requests=true")
-        outcomes = await self.ask(self._member_ids(), lambda _: call, self._deadlines.control_s)
+        outcomes = await self.ask(
+            self._ledger.state.member_ids, lambda _: call, self._deadlines.control_s
+        )
         return all(o.ok and _succeeded(o.answer) for o in outcomes.values())
 
     # -- pieces ------------------------------------------------------------------------------------
@@ -313,10 +315,6 @@ class Performer:
                 await self._close_now((replica,))
         except StoreUnavailable as error:
             log.warning("late answer not written", extra={"error": error.message})
-
-    def _member_ids(self) -> tuple[str, ...]:
-        group = self._ledger.state.group
-        return group.members if group else ()
 
     @staticmethod
     def _judge(

@@ -293,8 +293,8 @@ def _less_honest_silence(
         began.phase,
         _updates(began),
     )
-    in_group = state.group is not None and replica in state.group.members
-    return Observation() if seen.silent is not None and moved and in_group else seen
+    is_excused = seen.silent is not None and moved and replica in state.member_ids
+    return Observation() if is_excused else seen
 
 
 def _updates(state: FleetState) -> int:

@@ -93,9 +93,9 @@ class Calls:
             return None
         return await self._tell(call, state.ended)
 
-    async def undelivered(self, call: CallId) -> None:
-        """Note that the last call's answer reached nobody, for a retry elsewhere; never raises."""
-        token = self._told.get(call.name)
+    async def undelivered(self, name: str) -> None:
+        """Note that the answer to the last call, if it has this name, reached nobody; no raise."""
+        token = self._told.get(name)
         try:
             await self._ledger.amend(lambda s: _noted(s, token, undelivered=True))
         except FleetError as error:

@@ -26,9 +26,9 @@ import msgspec
 
 from fleet.address import replica_id
 from fleet.endpoint import Endpoint, Snapshot
-from fleet.membership import add_replica, remove_replica
+from fleet.membership import add_replica, in_open_round, remove_replica
 from fleet.replica import Replica
-from fleet.state import ROUND_OPEN, FleetState, Phase
+from fleet.state import FleetState, Phase
 
 change = msgspec.structs.replace
 
@@ -132,8 +132,8 @@ def next_due(view: View, now: float) -> float | None:
 
 def is_busy(state: FleetState, replica: str) -> bool:
     """Whether a replica is a member of an open round, or of a group that is being formed."""
-    is_open = state.phase in ROUND_OPEN or state.phase is Phase.INITIALIZING
-    return is_open and state.group is not None and replica in state.group.members
+    is_formed = state.phase is Phase.INITIALIZING and replica in state.member_ids
+    return is_formed or in_open_round(state, replica)
 
 
 def uids_from(source: str, replicas: Mapping[str, Replica]) -> set[str]:

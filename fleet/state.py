@@ -178,11 +178,14 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     ended: Ended | None = None
     resets: int = 0
 
+    @property
+    def member_ids(self) -> tuple[str, ...]:
+        """The ids of the current group's members, in rank order; nobody without a group."""
+        return self.group.members if self.group else ()
+
     def members(self) -> tuple[Replica, ...]:
         """The replicas of the current group that the fleet still knows, in rank order."""
-        if self.group is None:
-            return ()
-        known = (self.replicas.get(replica) for replica in self.group.members)
+        known = (self.replicas.get(replica) for replica in self.member_ids)
         return tuple(replica for replica in known if replica is not None)
 
     @property
@@ -199,9 +202,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
 
     def states(self) -> Iterator[tuple[Replica, ReplicaState, str]]:
         """Yield every replica with its state and the reason for it."""
-        updating = (
-            set(self.group.members) if self.group and self.phase in IN_SESSION else set[str]()
-        )
+        updating = set(self.member_ids) if self.phase in IN_SESSION else set[str]()
         for replica in self.replicas.values():
             state, reason = state_of(
                 replica,

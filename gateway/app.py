@@ -19,7 +19,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from fleet.calls import CallId
 from fleet.controls import Controls
 from fleet.coordinator import Coordinator
 from fleet.errors import FleetError
@@ -49,7 +48,7 @@ from gateway.proxy import RolloutProxy
 from gateway.rollouts import Rollouts, is_rollout
 from gateway.routes import admin, control, ops, pages
 from gateway.settings_model import DeploymentKind, Settings
-from gateway.single_flight import ControlCall, SingleFlight
+from gateway.single_flight import SingleFlight
 
 log = logging.getLogger(__name__)
 
@@ -171,13 +170,10 @@ async def _assemble(
     def suspect(replica: str) -> None:
         fan_out.spawn(registry.suspect(replica), name=f"verify {replica}")
 
-    async def undelivered(call: ControlCall) -> None:
-        await calls.undelivered(CallId(by="", name=call.name))
-
     rollouts = Rollouts(gate, metrics, settings, suspect)
     controls = Controls(ledger, performer, registry, peers, options)
     flights = SingleFlight(
-        owner, lambda: (position_of(ledger.state), controls.broadcasts), undelivered
+        owner, lambda: (position_of(ledger.state), controls.broadcasts), calls.undelivered
     )
     desk = Desk(settings, ledger, flights, metrics)
     ledger.watch(desk.follow)

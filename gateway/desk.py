@@ -114,8 +114,7 @@ class Desk:
             body=body,
             idempotency_key=request.headers.get("idempotency-key"),
         )
-        id_ = CallId(by=caller_of(request), name=call.name, key=call.idempotency_key)
-        request.state.call = id_
+        request.state.call = CallId(by=caller_of(request), name=call.name, key=call.idempotency_key)
         return await self._flights.run(call, work, request.receive)
 
     async def _read(

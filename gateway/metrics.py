@@ -29,11 +29,10 @@ class Metrics:
     """The counters of one gateway, in a registry of its own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._shared = CollectorRegistry()
-        self._is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
-        if self._is_shared:
-            MultiProcessCollector(self._shared)
+        self.registry = self._shown = CollectorRegistry()
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # what is counted lies in files of all workers
+            self._shown = CollectorRegistry()
+            MultiProcessCollector(self._shown)
         self._rollouts: dict[tuple[str, int], Counter] = {}
         self.rollouts = Counter(
             "fleet_rollouts",
@@ -90,7 +89,7 @@ class Metrics:
 
         Several workers count in files, from which the library takes nothing away.
         """
-        while not self._is_shared and len(self._rollouts) > SERIES_KEPT:
+        while self._shown is self.registry and len(self._rollouts) > SERIES_KEPT:
             version, status = next(iter(self._rollouts))
             del self._rollouts[version, status]
             self.rollouts.remove(version, status * 100)
@@ -102,12 +101,11 @@ class Metrics:
         load_of: Callable[[], Load],
     ) -> None:
         """Add the gauges that are read off the fleet's state and off what is in hand here."""
-        registry = self._shared if self._is_shared else self.registry
-        registry.register(_FleetCollector(state_of, gate, load_of))
+        self._shown.register(_FleetCollector(state_of, gate, load_of))
 
     def render(self) -> bytes:
         """Return the exposition in Prometheus' text format, of all workers if there are several."""
-        return generate_latest(self._shared if self._is_shared else self.registry)
+        return generate_latest(self._shown)
 
 
 class _FleetCollector(Collector):

@@ -29,8 +29,8 @@ STORED = 64
 """For how long, and how many, answers wait for a retry."""
 
 Work = Callable[[], Awaitable[Any]]
-Undelivered = Callable[["ControlCall"], Awaitable[None]] | None
-"""Who hears of calls whose answer reached nobody."""
+Undelivered = Callable[[str], Awaitable[None]] | None
+"""Who hears the names of calls whose answer reached nobody."""
 Position = Callable[[], object]
 """Where the fleet stands: equal values mean that no control call has changed anything since."""
 
@@ -83,7 +83,7 @@ class SingleFlight:
     async def _fly(self, flight: _Flight, call: ControlCall, work: Work) -> None:
         await flight.fly(work)
         if flight.reached_nobody and self._undelivered is not None:
-            await self._undelivered(call)
+            await self._undelivered(call.name)
 
     def give_up(self, error: FleetError) -> None:
         """Answer everyone who waits with this error; the calls themselves go on."""

@@ -11,8 +11,8 @@ from fastapi.responses import StreamingResponse
 
 from fleet.bodies import decode
 from fleet.errors import BadInput, NotAllowed, WrongPhase
-from fleet.membership import marked
-from fleet.state import ROUND_OPEN, FleetState
+from fleet.membership import in_open_round, marked
+from fleet.state import FleetState
 from gateway.auth import Right, authorise
 from gateway.context import Gateway, gateway_of
 from gateway.desk import call_of, caller_of
@@ -196,7 +196,7 @@ async def _mark(request: Request, replica: str, **facts: Any) -> Response:
 
 
 def _refuse_member(state: FleetState, replica: str, hint: str) -> None:
-    if state.phase in ROUND_OPEN and state.group and replica in state.group.members:
+    if in_open_round(state, replica):
         raise WrongPhase(f"{replica} is a member of the open round", hint=hint)
 
 
