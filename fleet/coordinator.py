@@ -64,7 +64,6 @@ from fleet.membership import (
     form_group,
     in_collective,
 )
-from fleet.names import judge_round
 from fleet.options import FleetOptions
 from fleet.outcome import Outcome
 from fleet.performer import Errand, Performer
@@ -189,7 +188,7 @@ class Coordinator:
                 "a draft-model update changes no version",
                 hint="finish it without weight_version",
             )
-        full, names_key = await judge_round(self._ledger.store, state)
+        full, names_key = await self._performer.names.judge(state)
         errand = Errand()
         event = FinishRequested(
             now=time(),
@@ -307,7 +306,7 @@ class Coordinator:
     def _require(self, event: type[Event], call: str) -> None:
         """Refuse early, before anything is looked up, what the table refuses anyway."""
         state = self._ledger.state
-        refusal = what_next(state, event, call)
+        refusal = what_next(state, event, call, time())
         if refusal is not None:
             raise refusal
 

@@ -58,11 +58,11 @@ def error_of(event: Answered, state: FleetState) -> FleetError | None:
     return kind(message, hint=_hint(event, state), outcomes=event.outcomes)
 
 
-def what_next(state: FleetState, event: type[Event], call: str) -> FleetError | None:
+def what_next(state: FleetState, event: type[Event], call: str, now: float) -> FleetError | None:
     """Return why a call does not follow in this phase and what would, or None if it may."""
     if event in TRANSITIONS[state.phase]:
         return None
-    message = story(state, call)
+    message = story(state, call, now)
     if state.phase is Phase.FAILED:
         hint = f"re-init with {_with_or_without(state, _waited_in_failed(state))}"
         return MembershipChanged(message, hint=hint)

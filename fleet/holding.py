@@ -9,6 +9,7 @@ import msgspec
 
 from fleet.calls import Ended, Past, is_overtaken
 from fleet.events import Answered, Event, FinishRequested, HolderLost, Requested, ResetRequested
+from fleet.moments import ago
 from fleet.state import IN_SESSION, ON_THE_WAY, FleetState
 
 change = msgspec.structs.replace
@@ -58,15 +59,15 @@ def is_told(state: FleetState, token: str | None, events: int) -> bool:
     return bool(events) and any(len(story) >= events for story in stories)
 
 
-def story(state: FleetState, asked: str) -> str:
-    """Say what was asked, what the fleet is doing instead, who asked for that and since when."""
+def story(state: FleetState, asked: str, now: float) -> str:
+    """Say what was asked, what the fleet is doing instead, who asked for that and how long ago."""
     told = f"{asked} does not follow in phase {state.phase}"
     if state.round is None:
         return told
     current = state.round
     told += (
         f"; round {current.id} (generation {current.generation}) was opened by "
-        f"{current.opened_by} at {current.opened_at:.3f}"
+        f"{current.opened_by} {ago(current.opened_at, now)}"
     )
     if current.reason:
         return f"{told} and ended: {current.reason}"
@@ -74,7 +75,7 @@ def story(state: FleetState, asked: str) -> str:
         told += " and is still open"
     if state.holder is not None:
         at = state.holder
-        told += f"; its {at.what} is on its way at gateway {at.gateway} since {at.since:.3f}"
+        told += f"; its {at.what} is on its way at gateway {at.gateway}, begun {ago(at.since, now)}"
     return told
 
 

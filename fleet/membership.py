@@ -13,6 +13,7 @@ import msgspec
 
 from fleet.errors import LayoutUnsupported, MembershipChanged
 from fleet.layout import Layout, count_workers
+from fleet.moments import utc
 from fleet.outcome import Outcome, Result, had_no_session
 from fleet.replica import Replica, Sleep, Topology, why_left_out
 from fleet.state import IN_COLLECTIVE, ROUND_OPEN, UNSET_VERSION, FleetState, Group, TrainerPause
@@ -300,7 +301,7 @@ def _is_doubtful(before: Replica, seen: Observation, state: FleetState) -> bool:
 def _doubted(before: Replica, state: FleetState, now: float) -> Replica:
     """It may have been restarted, so nobody knows what it holds; a fence or a session stays."""
     holds = before.holds if state.commit_index == 0 else None
-    return change(before, lost=None, holds=holds, instance=f"{UNKNOWN}{now:.3f}")
+    return change(before, lost=None, holds=holds, instance=f"{UNKNOWN}{utc(now)}")
 
 
 def _reborn(before: Replica, state: FleetState) -> Replica:

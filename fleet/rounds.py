@@ -165,13 +165,13 @@ class IllegalTransition(WrongPhase):
 def advance(state: FleetState, event: Event) -> Step:
     """Return the state after `event`, and what must be done about it.
 
-    Raises IllegalTransition, which tells what the fleet is doing and since when, if the event may
-    not follow in this phase, or belongs to a call that does not hold the fleet any more.
+    Raises IllegalTransition, which tells what the fleet is doing and how long already, if the event
+    may not follow in this phase, or belongs to a call that does not hold the fleet any more.
     """
     phase = TRANSITIONS[state.phase].get(type(event))
     if phase is None:
         raise IllegalTransition(
-            story(state, type(event).__name__.removesuffix("Requested").lower())
+            story(state, type(event).__name__.removesuffix("Requested").lower(), event.now)
         )
     if not may_report(state, event):
         raise IllegalTransition(f"{name_of(state)} is not held by this call any more")

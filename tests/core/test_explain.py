@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.barrier import Barrier, arrivals, only_deadlines_passed
+from fleet.calls import CallId, Holder
 from fleet.errors import (
     DeadlinePassed,
     FleetError,
@@ -161,7 +163,7 @@ def test_every_call_that_does_not_follow_is_told_what_does(
     phase: Phase, event: type[Event]
 ) -> None:
     """And a call that may follow gets no error."""
-    refusal = what_next(fleet_in(phase), event, "call")
+    refusal = what_next(fleet_in(phase), event, "call", NOW)
     if event in TRANSITIONS[phase]:
         assert refusal is None
         return
@@ -189,23 +191,34 @@ def test_a_refusal_has_the_kind_and_the_next_step_of_its_moment(
     phase: Phase, event: type[Event], kind: type[FleetError], hint: str
 ) -> None:
     """Cases 8 and 9: who holds the round, or that there is nothing to finish."""
-    refusal = what_next(fleet_in(phase), event, "call")
+    refusal = what_next(fleet_in(phase), event, "call", NOW)
     assert refusal is not None
     assert type(refusal) is kind
     assert hint in (refusal.hint or "")
 
 
-def test_a_second_trainer_reads_who_holds_the_round_and_since_when() -> None:
-    """Case 8."""
-    refusal = what_next(fleet_in(Phase.STARTED), StartRequested, "start")
+def test_a_second_trainer_reads_who_holds_the_round_and_how_long_ago_it_was_opened() -> None:
+    """Case 8: in the words of a reader, not in seconds since the epoch."""
+    refusal = what_next(fleet_in(Phase.STARTED), StartRequested, "start", NOW + 4.24)
     assert refusal is not None
-    assert "opened by trainer-2 at 1700000000.000 and is still open" in refusal.message
+    assert "opened by trainer-2 4.2 s ago and is still open" in refusal.message
+
+
+def test_a_call_that_is_on_its_way_is_told_with_its_age() -> None:
+    """Which gateway carries it, and since when: a reader sees whether it hangs."""
+    call = CallId(by="trainer-2")
+    holder = Holder(gateway="g1", token="t", what="update", call=call, since=NOW + 60)
+    state = msgspec.structs.replace(fleet_in(Phase.UPDATING), holder=holder)
+    refusal = what_next(state, UpdateRequested, "update", NOW + 3_720)
+    assert refusal is not None
+    assert "opened by trainer-2 1 h 2 min ago" in refusal.message
+    assert "its update is on its way at gateway g1, begun 1 h 1 min ago" in refusal.message
 
 
 def test_after_a_failure_the_silent_ones_are_named_in_the_hint() -> None:
     """A re-init without them works, a restart brings them back."""
     state = marked(fleet_in(Phase.FAILED), ["b"], wedged="silent")
-    refusal = what_next(state, StartRequested, "start")
+    refusal = what_next(state, StartRequested, "start", NOW)
     assert refusal is not None
     assert "world_size=6 (left out until they answer again" in (refusal.hint or "")
     assert "b)" in (refusal.hint or "")

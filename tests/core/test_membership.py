@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -184,6 +185,13 @@ def test_a_start_is_refused_after_a_server_without_an_instance_was_away() -> Non
     state = observe(state, "a", UNNAMED, NOW)
     with pytest.raises(MembershipChanged, match="a: restarted since init"):
         check_still_whole(state)
+
+
+def test_an_instance_that_nobody_can_tell_is_called_unknown_since_when_in_utc() -> None:
+    """Operators read it in the list of replicas and in the log."""
+    before = replica("a", instance=None, lost="refused")
+    back = after(fleet_of(before), UNNAMED)
+    assert re.fullmatch(r"unknown since 2023-11-14T22:\d\d:\d\d\.\d{3}Z", back.instance or "")
 
 
 @pytest.mark.parametrize(("known", "seen"), [(None, "x"), ("x", None), ("x", "x")])

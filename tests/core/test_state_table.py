@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
@@ -154,19 +156,18 @@ def test_an_illegal_event_is_refused_and_changes_nothing(phase: str, event: str)
 
 
 @pytest.mark.parametrize(("phase", "event"), ILLEGAL)
-def test_a_refusal_tells_the_phase_and_whose_round_it_is_since_when(phase: str, event: str) -> None:
-    """Whoever is refused reads what the fleet is doing, for whom, and since when."""
+def test_a_refusal_tells_the_phase_and_whose_round_it_is(phase: str, event: str) -> None:
+    """Whoever is refused reads what the fleet is doing, for whom, and for how long already."""
     state, happened = cell(phase, event)
     with pytest.raises(IllegalTransition) as caught:
-        advance(state, happened)
+        advance(state, msgspec.structs.replace(happened, now=happened.now + 200))
     told = caught.value.message
     assert f"in phase {phase}" in told
     if phase in WITHOUT_ROUND:
         return
     assert state.round is not None
     assert f"round {state.round.id} (generation {state.generation})" in told
-    assert "opened by trainer-" in told
-    assert "at 1700000000.000" in told
+    assert re.search(r"opened by trainer-\d 3 min 20 s ago", told)
 
 
 def test_a_refusal_after_a_failure_says_what_failed() -> None:
