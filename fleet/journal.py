@@ -1,8 +1,10 @@
 """The journal: what happened to the fleet, event by event, in a capped stream of the store.
 
-It is written behind the round's back: an event waits in a short queue and is appended by a task of
-its own, so that the trainer's GPUs never wait for a log. If the store does not take it, it is lost;
-the state itself is the ledger's business.
+It is written behind the round's back: events wait in a short queue, and a task of its own writes
+them, to the stream and to the program's log. Events come in the moments in which the next calls to
+the replicas go out, and those must not wait for a log; so the task lets `LINGER_S` pass first, and
+takes what has come by then in one go. If the store does not take them, they are lost; the state
+itself is the ledger's business.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 STREAM = "events"
 KEPT = 10_000
 QUEUED = 1_000
+LINGER_S = 0.005
+"""How long the first event waits for others; replicas answer later than that, mostly."""
 
 
 class Happening(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +47,9 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True):
 class Journal:
     """Keeps events and lets them be followed."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, linger_s: float = LINGER_S) -> None:
         self._store = store
+        self._linger_s = linger_s
         self._queue: asyncio.Queue[Happening] = asyncio.Queue(QUEUED)
         self._stopping = asyncio.Event()
 
@@ -59,22 +64,37 @@ class Journal:
             weight_version=state.weight_version or UNSET_VERSION,
             failed=_failed(event),
         )
-        level = logging.WARNING if happening.failed else logging.INFO
-        log.log(level, "round event", extra=msgspec.structs.asdict(happening))
         if self._queue.full():
             log.warning("event dropped", extra={"event": happening.event})
         else:
             self._queue.put_nowait(happening)
 
     async def run(self) -> None:
-        """Append what was noted, for ever."""
-        while True:
-            happening = await self._queue.get()
-            try:
-                body = msgspec.json.encode(happening)
-                await self._store.append(STREAM, {"event": body}, cap=KEPT)
-            except StoreUnavailable as error:
-                log.warning("event not written", extra={"error": error.message})
+        """Write what was noted, for ever; what is left when it is cancelled goes to the log."""
+        happenings: list[Happening] = []
+        try:
+            while True:
+                happenings = [await self._queue.get()]
+                await asyncio.sleep(self._linger_s)
+                happenings += self._take_all()
+                for happening in happenings:
+                    _tell(happening)
+                ended, happenings = happenings, []
+                await self._write(ended)
+        finally:
+            for happening in (*happenings, *self._take_all()):
+                _tell(happening)
+
+    def _take_all(self) -> list[Happening]:
+        return [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+
+    async def _write(self, happenings: list[Happening]) -> None:
+        try:
+            records = [{"event": msgspec.json.encode(happening)} for happening in happenings]
+            await self._store.extend(STREAM, records, cap=KEPT)
+        except StoreUnavailable as error:
+            told = ", ".join(happening.event for happening in happenings)
+            log.warning("events not written", extra={"error": error.message, "events": told})
 
     def stop(self) -> None:
         """End every `follow`: the gateway stops."""
@@ -100,6 +120,12 @@ class Journal:
 
 async def _next(records: AsyncIterator[Record]) -> Record:
     return await anext(records)
+
+
+def _tell(happening: Happening) -> None:
+    level = logging.WARNING if happening.failed else logging.INFO
+    if log.isEnabledFor(level):
+        log.log(level, "round event", extra=msgspec.structs.asdict(happening))
 
 
 def _failed(event: Event) -> dict[str, str]:

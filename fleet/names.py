@@ -4,19 +4,25 @@ Only a full update lifts a fence or admits a stale replica. A round is full if t
 announced cover those of the fullest round so far of this model; empty metadata stands for the
 previous round's of the same generation. A sparse backend is never full.
 
-The names live in the store, one set per round, so that any gateway can finish a round.
+The names live in the store, one set per round, so that any gateway can finish a round. A model with
+many experts has tens of thousands of them, and a trainer waits while they are judged; so a round
+that rests on the fullest one's own set is full without a look at it, and what has been read of that
+set once is not read again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from time import monotonic
 
 from fleet.state import FleetState, Group
 from fleet.store import Store
 from fleet.wire import SPARSE_BACKENDS
 
 KEPT_S = 30 * 24 * 3600.0
-"""How long a set of names stays known after the last commit that rests on it."""
+"""How long a set of names stays known after the last commit that rests on it, or a day less."""
+PROLONGED_S = 24 * 3600.0
+"""How often the life of a set is prolonged that rounds go on resting on."""
 
 
 def key_of(generation: int, round_id: int) -> str:
@@ -29,29 +35,60 @@ def covers(announced: Iterable[str], fullest: Iterable[str]) -> bool:
     return set(fullest) <= set(announced)
 
 
-async def announce(store: Store, state: FleetState, names: Iterable[str]) -> None:
-    """Remember names that the open round has announced."""
-    if state.round is not None:
-        await store.add_members(key_of(state.generation, state.round.id), names, KEPT_S)
+class Names:
+    """The names that a fleet's rounds announce, noted down and judged; `clock` is in seconds."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._prolonged: dict[str, float] = {}
+        self._read: dict[str, frozenset[str]] = {}
+
+    async def announce(self, state: FleetState, names: Iterable[str]) -> None:
+        """Remember names that the open round has announced."""
+        if state.round is not None:
+            await self._add(key_of(state.generation, state.round.id), names)
+
+    async def judge(self, state: FleetState) -> tuple[bool, str | None]:
+        """Return whether the open round is full, and the key of the names that it rests on."""
+        group, current = state.group, state.round
+        if group is None or current is None or not current.updates:
+            return False, None
+        if group.backend in SPARSE_BACKENDS:
+            return False, None
+        key = _rests_on(group)
+        if key is not None and key == state.fullest:
+            await self._prolong(key)
+            return True, key
+        announced = await self._store.members(key) if key else frozenset[str]()
+        full = covers(announced, await self._names_of(state.fullest))
+        if full and announced and key:
+            await self._prolong(key, announced)
+            return True, key
+        return full, None
+
+    async def _names_of(self, fullest: str | None) -> frozenset[str]:
+        """Read the fullest round's set; it is over, so nothing is added to it any more."""
+        if fullest is None:
+            return frozenset()
+        if fullest in self._read:
+            return self._read[fullest]
+        names = await self._store.members(fullest)
+        self._read = {fullest: names} if names else {}  # a store that lost it may get it back
+        return names
+
+    async def _prolong(self, key: str, names: frozenset[str] | None = None) -> None:
+        """Let a set live on, once a day: its names must be sent for that."""
+        if self._clock() - self._prolonged.get(key, -PROLONGED_S) >= PROLONGED_S:
+            await self._add(key, await self._store.members(key) if names is None else names)
+
+    async def _add(self, key: str, names: Iterable[str]) -> None:
+        await self._store.add_members(key, names, KEPT_S)
+        self._prolonged = {key: self._clock()}
 
 
-async def judge_round(store: Store, state: FleetState) -> tuple[bool, str | None]:
-    """Return whether the open round is full, and the key of the names that it rests on."""
-    group, current = state.group, state.round
-    if group is None or current is None or group.backend in SPARSE_BACKENDS or not current.updates:
-        return False, None
-    announced, key = await _rests_on(store, group, current.id)
-    fullest = await store.members(state.fullest) if state.fullest else frozenset[str]()
-    full = covers(announced, fullest)
-    if full and announced and key:
-        await store.add_members(key, announced, KEPT_S)
-    return full, key if full and announced else None
-
-
-async def _rests_on(store: Store, group: Group, round_id: int) -> tuple[frozenset[str], str | None]:
-    key = key_of(group.generation, round_id)
-    announced = await store.members(key)
-    if announced or group.announced_in is None:
-        return announced, key
-    before = key_of(group.generation, group.announced_in)
-    return await store.members(before), before
+def _rests_on(group: Group) -> str | None:
+    """Return the key of the last set that was announced in this generation, this round included."""
+    if group.announced_in is None:
+        return None
+    return key_of(group.generation, group.announced_in)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter, time
@@ -52,7 +53,7 @@ from fleet.fanout import FanOut
 from fleet.gate import Gate
 from fleet.ledger import Ledger
 from fleet.membership import answered_late, marked, sessions_closed
-from fleet.names import announce
+from fleet.names import Names
 from fleet.options import FleetOptions
 from fleet.outcome import Outcome, Result, had_no_session
 from fleet.parts import to_pause
@@ -71,7 +72,7 @@ class Errand:
     """One trainer call on its way: what it brings along, and what has come of it so far."""
 
     body_of: Callable[[str], Body] | None = None
-    names: Iterable[str] = ()
+    names: Sequence[str] = ()
     token: str | None = None
     outcomes: dict[type[Action], Outcomes] = field(default_factory=dict[type[Action], Outcomes])
     answers: list[Answered] = field(default_factory=list[Answered])
@@ -99,6 +100,7 @@ class Performer:
         self._options = options
         self._deadlines = options.deadlines
         self._closing: set[asyncio.Task[None]] = set()
+        self.names = Names(ledger.store)
         self._doers: dict[type[Action], Callable[[Any, Errand], Awaitable[Answered | None]]] = {
             Archive: self._archive,
             CloseSessions: self._close_sessions,
@@ -142,7 +144,6 @@ class Performer:
     # -- the phases of a round --------------------------------------------------------------------
 
     async def _send_init(self, action: SendInit, errand: Errand) -> Answered:
-        await announce(self._ledger.store, self._ledger.state, errand.names)
         started = perf_counter()
         outcomes = await self._collective(action, INIT, errand, self._deadlines.init_s)
         return self._judge(InitArrived, InitFailed, action, outcomes, started)
@@ -190,7 +191,6 @@ class Performer:
         return self._judge(StartArrived, StartFailed, action, outcomes, started)
 
     async def _send_update(self, action: SendUpdate, errand: Errand) -> Answered:
-        await announce(self._ledger.store, self._ledger.state, errand.names)
         started = perf_counter()
         outcomes = await self._collective(action, UPDATE, errand, self._deadlines.update_s)
         return self._judge(UpdateArrived, UpdateFailed, action, outcomes, started)
@@ -295,9 +295,34 @@ class Performer:
             return Call("POST", path, body=errand.body(replica), fresh=True)
 
         attempts = {r: partial(self._call, r, call_of) for r in action.targets}
-        outcomes = await self._fan_out.gather_collective(attempts, deadline_s, self._late)
+        async with self._announcing(errand.names):
+            outcomes = await self._fan_out.gather_collective(attempts, deadline_s, self._late)
         errand.outcomes[type(action)] = outcomes
         return outcomes
+
+    @asynccontextmanager
+    async def _announcing(self, names: Sequence[str]) -> AsyncGenerator[None]:
+        """Note the names down while the replicas are at work; they are needed at the finish only.
+
+        Raises StoreUnavailable at the end of the context, so that the replicas are heard first.
+        """
+        if not names:
+            yield
+            return
+        failed: list[StoreUnavailable] = []
+        state = self._ledger.state
+
+        async def note() -> None:
+            try:
+                await self.names.announce(state, names)
+            except StoreUnavailable as error:
+                failed.append(error)
+
+        noting = self._fan_out.spawn(note(), name="note names")
+        yield
+        await noting
+        if failed:
+            raise failed[0]
 
     async def _call(self, replica: str, call_of: Callable[[str], Call]) -> Outcome:
         known = self._ledger.state.replicas.get(replica)

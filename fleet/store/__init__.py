@@ -31,6 +31,7 @@ __all__ = [
     "Store",
     "check_store_url",
     "open_store",
+    "store_address",
 ]
 
 _SCHEMES: Final = ("memory", "redis", "rediss", "unix")
@@ -47,6 +48,11 @@ def check_store_url(url: str) -> None:
     if parts.scheme not in _SCHEMES:
         raise ValueError(_refusal(parts.scheme))
     _check_parts(parts)
+
+
+def store_address(url: str) -> str:
+    """Return the URL of a store without password and options, fit for messages."""
+    return _where(urlsplit(url))
 
 
 @asynccontextmanager
@@ -103,5 +109,4 @@ def _check_parts(parts: SplitResult) -> None:
 
 
 def _where(parts: SplitResult) -> str:
-    """Return the URL without password and options, fit for messages."""
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
 PERMANENT_KEYS: Final = ("state", "state:*", "rounds", "events")
@@ -85,6 +85,12 @@ class Store(Protocol):
 
     async def append(self, stream: str, fields: Mapping[str, str | bytes], *, cap: int) -> str:
         """Append one record (at least one field), keep the newest `cap`, and return its id."""
+        ...
+
+    async def extend(
+        self, stream: str, records: Sequence[Mapping[str, str | bytes]], *, cap: int
+    ) -> None:
+        """Append several records in one round trip, in their order; no records change nothing."""
         ...
 
     async def tail(self, stream: str, count: int) -> list[Record]:

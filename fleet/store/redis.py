@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         Generator,
         Iterable,
         Mapping,
+        Sequence,
     )
 
 ANSWER_TIMEOUT_S: Final = 2.0
@@ -144,7 +145,13 @@ class RedisStore:
         return frozenset(member.decode() for member in found)
 
     async def append(self, stream: str, fields: Mapping[str, str | bytes], *, cap: int) -> str:
-        return await self._append("append", stream, fields, cap, ttl_s=None)
+        return await self._append("append", stream, [fields], cap, ttl_s=None)
+
+    async def extend(
+        self, stream: str, records: Sequence[Mapping[str, str | bytes]], *, cap: int
+    ) -> None:
+        if records:
+            await self._append("extend", stream, records, cap, ttl_s=None)
 
     async def tail(self, stream: str, count: int) -> list[Record]:
         _positive("count", count)
@@ -157,7 +164,7 @@ class RedisStore:
         return Feed(self, stream, after)
 
     async def publish(self, channel: str, message: str | bytes) -> None:
-        await self._append("publish", channel, {"m": message}, CHANNEL_CAP, ttl_s=CHANNEL_TTL_S)
+        await self._append("publish", channel, [{"m": message}], CHANNEL_CAP, ttl_s=CHANNEL_TTL_S)
 
     @asynccontextmanager
     async def subscribe(self, channel: str) -> AsyncGenerator[AsyncIterator[bytes]]:
@@ -184,15 +191,17 @@ class RedisStore:
         self,
         verb: str,
         stream: str,
-        fields: Mapping[str, str | bytes],
+        records: Sequence[Mapping[str, str | bytes]],
         cap: int,
         *,
         ttl_s: float | None,
     ) -> str:
-        if not fields:
+        """Append records and return the id of the first."""
+        if not all(records):
             raise ValueError("a record needs at least one field")
         batch = self._commands.pipeline()
-        batch.xadd(self._name(stream), dict(fields))
+        for fields in records:
+            batch.xadd(self._name(stream), dict(fields))
         batch.xtrim(self._name(stream), int(_positive("cap", cap)), approximate=False)
         if ttl_s is not None:
             batch.expire(self._name(stream), math.ceil(ttl_s))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from fleet.events import StartRequested, UpdateArrived, UpdateRequested
-from fleet.names import announce, covers, judge_round, key_of
+from fleet.names import PROLONGED_S, Names, covers, key_of
 from fleet.rounds import advance
 from fleet.state import FleetState, Phase
 from fleet.store import Store, open_store
 from tests.fleets import NOW, change, everyone, fleet_in, follow
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -31,16 +31,16 @@ async def updated(store: Store, state: FleetState, *chunks: list[str]) -> FleetS
     """Return the state after these chunks have arrived everywhere."""
     for names in chunks:
         state, _ = advance(state, UpdateRequested(now=NOW, announces=bool(names)))
-        await announce(store, state, names)
+        await Names(store).announce(state, names)
         state, _ = advance(state, UpdateArrived(now=NOW, outcomes=everyone(state)))
     return state
 
 
-async def next_round(store: Store, state: FleetState) -> FleetState:
+async def next_round(store: Store, state: FleetState, names: Names | None = None) -> FleetState:
     """Return the state after a commit of this round and the start of the next."""
     from fleet.events import FinishArrived, FinishRequested, PauseArrived, Resumed, StartArrived
 
-    full, key = await judge_round(store, state)
+    full, key = await (names or Names(store)).judge(state)
     state, _ = advance(state, FinishRequested(now=NOW, full=full, names_key=key))
     state = follow(state, (FinishArrived, Resumed))
     state, _ = advance(state, StartRequested(now=NOW, by="t"))
@@ -58,18 +58,18 @@ def test_a_round_covers_another_if_it_names_all_its_tensors() -> None:
 async def test_the_first_round_is_full(store: Store) -> None:
     """There is nothing yet to compare it with."""
     state = await updated(store, fleet_in(Phase.STARTED), ["a"], ["b"])
-    assert await judge_round(store, state) == (True, key_of(state.generation, 1))
+    assert await Names(store).judge(state) == (True, key_of(state.generation, 1))
     assert await store.members(key_of(state.generation, 1)) == {"a", "b"}
 
 
 async def test_a_round_without_an_update_is_not_full(store: Store) -> None:
     """Start and finish alone leave the weights as they were."""
-    assert await judge_round(store, fleet_in(Phase.STARTED)) == (False, None)
+    assert await Names(store).judge(fleet_in(Phase.STARTED)) == (False, None)
 
 
 async def test_no_round_is_no_full_round(store: Store) -> None:
     """Nothing is open."""
-    assert await judge_round(store, fleet_in(Phase.IDLE)) == (False, None)
+    assert await Names(store).judge(fleet_in(Phase.IDLE)) == (False, None)
 
 
 async def test_a_smaller_round_is_not_full_and_a_larger_one_is(store: Store) -> None:
@@ -77,18 +77,18 @@ async def test_a_smaller_round_is_not_full_and_a_larger_one_is(store: Store) -> 
     state = await updated(store, fleet_in(Phase.STARTED), ["a"], ["b"])
     state = await next_round(store, state)
     smaller = await updated(store, state, ["a"])
-    assert await judge_round(store, smaller) == (False, None)
+    assert await Names(store).judge(smaller) == (False, None)
     larger = await updated(store, smaller, ["b", "c"])
-    assert await judge_round(store, larger) == (True, key_of(state.generation, 2))
+    assert await Names(store).judge(larger) == (True, key_of(state.generation, 2))
 
 
 async def test_empty_metadata_stands_for_the_previous_rounds(store: Store) -> None:
     """The stock trainer sends names once per generation."""
     state = await updated(store, fleet_in(Phase.STARTED), ["a", "b"])
     state = await updated(store, await next_round(store, state), [])
-    assert await judge_round(store, state) == (True, key_of(state.generation, 1))
+    assert await Names(store).judge(state) == (True, key_of(state.generation, 1))
     state = await updated(store, await next_round(store, state), [])
-    assert await judge_round(store, state) == (True, key_of(state.generation, 1))
+    assert await Names(store).judge(state) == (True, key_of(state.generation, 1))
 
 
 async def test_empty_metadata_after_a_part_stands_for_the_part(store: Store) -> None:
@@ -96,7 +96,7 @@ async def test_empty_metadata_after_a_part_stands_for_the_part(store: Store) -> 
     state = await updated(store, fleet_in(Phase.STARTED), ["a", "b"])
     state = await updated(store, await next_round(store, state), ["a"])
     state = await updated(store, await next_round(store, state), [])
-    assert await judge_round(store, state) == (False, None)
+    assert await Names(store).judge(state) == (False, None)
 
 
 async def test_a_sparse_round_is_never_full(store: Store) -> None:
@@ -104,4 +104,83 @@ async def test_a_sparse_round_is_never_full(store: Store) -> None:
     state = await updated(store, fleet_in(Phase.STARTED), ["a", "b"])
     assert state.group is not None
     sparse = change(state, group=change(state.group, backend="sparse_nccl"))
-    assert await judge_round(store, sparse) == (False, None)
+    assert await Names(store).judge(sparse) == (False, None)
+
+
+class Counting:
+    """A store that counts how often a set is read or sent."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.read: list[str] = []
+        self.sent: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def members(self, key: str) -> frozenset[str]:
+        """Read, and count."""
+        self.read.append(key)
+        return await self._store.members(key)
+
+    async def add_members(self, key: str, members: Iterable[str], ttl_s: float) -> None:
+        """Add, and count."""
+        self.sent.append(key)
+        await self._store.add_members(key, members, ttl_s)
+
+
+async def test_a_round_that_rests_on_the_fullest_ones_names_is_judged_without_them(
+    store: Store,
+) -> None:
+    """Tens of thousands of names must not travel between a trainer's finish and its answer."""
+    state = await updated(store, fleet_in(Phase.STARTED), ["a", "b"])
+    counting = Counting(store)
+    names = Names(cast("Store", counting))
+    state = await updated(store, await next_round(store, state, names), [])
+    counting.read.clear()
+    counting.sent.clear()
+    for _ in range(3):
+        assert await names.judge(state) == (True, key_of(state.generation, 1))
+        state = await updated(store, await next_round(store, state, names), [])
+    assert not counting.read
+    assert not counting.sent
+
+
+async def test_the_fullest_rounds_names_are_read_once(store: Store) -> None:
+    """Its round is over: nothing is added to them any more."""
+    state = await updated(store, fleet_in(Phase.STARTED), ["a", "b"])
+    counting = Counting(store)
+    names = Names(cast("Store", counting))
+    state = await next_round(store, state, names)
+    counting.read.clear()
+    for _ in range(3):
+        state = await updated(store, state, ["a"])
+        assert await names.judge(state) == (False, None)
+        state = await next_round(store, state, names)
+    assert counting.read.count(key_of(state.generation, 1)) == 1
+
+
+async def test_names_that_rounds_go_on_resting_on_are_prolonged_once_a_day(store: Store) -> None:
+    """A training that names its tensors once may go on for months."""
+    now = [0.0]
+    state = await updated(store, fleet_in(Phase.STARTED), ["a", "b"])
+    counting = Counting(store)
+    names = Names(cast("Store", counting), clock=lambda: now[0])
+    key = key_of(state.generation, 1)
+    for day in range(3):
+        for minute in range(3):
+            now[0] = day * PROLONGED_S + minute * 60
+            assert await names.judge(state) == (True, key)
+            state = await updated(store, await next_round(store, state, names), [])
+    assert counting.sent == [key] * 3
+    assert await store.members(key) == {"a", "b"}
+
+
+async def test_names_that_a_store_has_lost_are_looked_for_again(store: Store) -> None:
+    """An empty set is no measure that could be kept in mind."""
+    state = await updated(store, fleet_in(Phase.STARTED), ["a", "b"])
+    state = await updated(store, await next_round(store, state), ["a"])
+    names, elsewhere = Names(store), change(state, fullest="names:0:0")
+    assert await names.judge(elsewhere) == (True, key_of(state.generation, 2))
+    await store.add_members("names:0:0", ["a", "b"], 60)
+    assert await names.judge(elsewhere) == (False, None)

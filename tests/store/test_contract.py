@@ -167,6 +167,18 @@ async def test_a_record_without_fields_is_refused(store: Store) -> None:
     """Redis has none; the contract says so before Redis does."""
     with pytest.raises(ValueError, match="field"):
         await store.append("events", {}, cap=3)
+    with pytest.raises(ValueError, match="field"):
+        await store.extend("events", [{"n": "1"}, {}], cap=3)
+    assert await store.tail("events", 1) == []
+
+
+async def test_several_records_are_appended_in_their_order_and_capped(store: Store) -> None:
+    """As if one by one."""
+    await store.append("events", {"n": "0"}, cap=4)
+    await store.extend("events", [{"n": str(n)} for n in range(1, 6)], cap=4)
+    await store.extend("events", [], cap=1)
+    tail = await store.tail("events", 100)
+    assert [record.fields["n"] for record in tail] == [b"5", b"4", b"3", b"2"]
 
 
 async def test_a_follower_gets_everything_after_an_id_in_order(store: Store) -> None:

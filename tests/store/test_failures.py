@@ -26,6 +26,7 @@ CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "add_members": lambda s: s.add_members("names", ["a"], 60),
     "members": lambda s: s.members("names"),
     "append": lambda s: s.append("events", {"n": "1"}, cap=3),
+    "extend": lambda s: s.extend("events", [{"n": "1"}], cap=3),
     "tail": lambda s: s.tail("events", 1),
     "follow": lambda s: anext(s.follow("events", "0-0")),
     "publish": lambda s: s.publish("gates", "close"),
