@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import resource
 import socket
+from collections.abc import Callable
+from importlib.metadata import version as installed_version
 
 import uvicorn
 
-from fleet.store import open_store
+from fleet.store import open_store, store_address
 from gateway.app import Application, create_app
+from gateway.context import Gateway
 from gateway.discovery import source_of
 from gateway.front import Front
 from gateway.logs import configure_logging
 from gateway.settings_model import Settings
-from gateway.workers import supervise
+from gateway.workers import FirstOfAll, supervise
+
+log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
 BACKLOG = 4096
@@ -42,11 +48,27 @@ def uvicorn_config(app: Application, settings: Settings) -> uvicorn.Config:
 
 
 class FleetServer(uvicorn.Server):
-    """uvicorn, but those who would wait for ever are told when it stops."""
+    """uvicorn, but it says where it serves, and those who would wait for ever that it stops.
 
-    def __init__(self, config: uvicorn.Config, application: Application) -> None:
+    `says_where` is asked once it serves: of several processes on one port, one is enough.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        application: Application,
+        says_where: Callable[[], bool] = lambda: True,
+    ) -> None:
         super().__init__(config)
         self._application = application
+        self._says_where = says_where
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open the gateway and listen; then say where, and for which fleet."""
+        await super().startup(sockets)
+        if self.started and self._says_where():
+            gateway = self._application.framework.state.gateway
+            log.info("serving", extra=_whereabouts(gateway, self.servers[0].sockets[0]))
 
     async def on_tick(self, counter: int) -> bool:
         """Say whether to stop: also if the gateway behind the port has ended by itself."""
@@ -69,23 +91,37 @@ def serve(settings: Settings) -> int:
     asyncio.run(_check_store(settings))
     source_of(settings)  # what it lacks is told here, in one line, and not while serving
     listening = _listen(settings)
+    first = FirstOfAll()
     if settings.workers == 1:
-        return _serve_on(listening, settings)
+        return _serve_on(listening, settings, first)
     listening.close()  # the port was free: from now on the workers share it
     shared = _listen(settings, is_shared=True)
     host, port = shared.getsockname()[:2]
     settings = settings.model_copy(update={"host": host, "port": port})
     return supervise(
-        settings.workers, lambda: _serve_on(_listen(settings, is_shared=True), settings)
+        settings.workers, lambda: _serve_on(_listen(settings, is_shared=True), settings, first)
     )
 
 
-def _serve_on(listening: socket.socket, settings: Settings) -> int:
+def _serve_on(listening: socket.socket, settings: Settings, says_where: Callable[[], bool]) -> int:
     application = create_app(settings)
-    server = FleetServer(uvicorn_config(application, settings), application)
+    server = FleetServer(uvicorn_config(application, settings), application, says_where)
     _relax_collector()
     server.run(sockets=[listening])
     return int(application.has_failed)
+
+
+def _whereabouts(gateway: Gateway, listening: socket.socket) -> dict[str, object]:
+    """Return what whoever starts a gateway wants to see: its URL, and what is behind it."""
+    host, port = listening.getsockname()[:2]
+    return {
+        "url": f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
+        "fleet": gateway.settings.name,
+        "store": store_address(gateway.settings.store),
+        "replicas": len(gateway.ledger.state.replicas),
+        "discovery": gateway.settings.discovery.value,
+        "version": installed_version("vllm-fleet-gateway"),
+    }
 
 
 def _relax_collector() -> None:

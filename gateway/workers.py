@@ -25,6 +25,19 @@ AGAIN_S: Final = 1.0
 Work = Callable[[], object]
 
 
+class FirstOfAll:
+    """Says yes once, to whichever of the processes that were forked since asks first."""
+
+    def __init__(self) -> None:
+        self._token, held = os.pipe()
+        os.write(held, b"1")
+        os.close(held)
+
+    def __call__(self) -> bool:
+        """Take the token that is there only once."""
+        return bool(os.read(self._token, 1))
+
+
 def supervise(count: int, work: Work) -> int:
     """Run `work` in `count` processes until SIGTERM or SIGINT; return the exit status.
 

@@ -10,11 +10,14 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from importlib.metadata import version as installed_version
 from pathlib import Path
 
 import httpx
+from redis import Redis
 
 from fleet.sim import SimFleet
+from tests.redis_server import RedisServer
 from tests.waiting import wait_until
 
 FLEET = str(Path(sys.executable).with_name("fleet"))
@@ -83,6 +86,58 @@ async def test_a_gateway_that_stops_sends_away_who_would_wait_for_ever() -> None
         assert await process.wait() in (0, -signal.SIGTERM)
         assert process.stderr is not None
         assert b"Traceback" not in await process.stderr.read()
+
+
+async def lines_of(process: asyncio.subprocess.Process) -> list[str]:
+    """End the process as an operator would, and return what it has logged."""
+    process.terminate()
+    _, told = await process.communicate()
+    return told.decode().splitlines()
+
+
+async def test_a_gateway_says_where_it_serves_and_for_which_fleet(own_server: RedisServer) -> None:
+    """One line: URL, fleet, store, how many replicas from where, version; and no password."""
+    redis = Redis(port=own_server.port)
+    redis.config_set("requirepass", "s3cret")
+    redis.close()
+    store = own_server.url.replace("redis://", "redis://:s3cret@")
+    async with (
+        SimFleet(replicas=2, backend="nccl") as fleet,
+        served("--store", store, *(f"--replica={url}" for url in fleet.urls)) as (process, url),
+        httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http,
+    ):
+        await wait_until(lambda: answers(http, 1))
+        lines = await lines_of(process)
+    assert not [line for line in lines if "s3cret" in line]
+    (told,) = [line for line in lines if " serving " in line]
+    _, _, fields = told.partition("serving ")
+    assert dict(field.split("=", 1) for field in fields.split()) == {
+        "url": url,
+        "fleet": "fleet",
+        "store": own_server.url,
+        "replicas": "2",
+        "discovery": "static",
+        "version": installed_version("vllm-fleet-gateway"),
+    }
+
+
+async def test_several_workers_say_once_where_they_serve(redis_url: str) -> None:
+    """They are one gateway to whoever starts them."""
+    async with (
+        served("--store", redis_url, "--workers", "2") as (process, url),
+        httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http,
+    ):
+        await wait_until(lambda: answers(http, 2))
+        lines = await lines_of(process)
+    assert len([line for line in lines if " serving " in line]) == 1
+
+
+async def answers(http: httpx.AsyncClient, gateways: int) -> bool:
+    """Whether a gateway answers, and so many share the fleet."""
+    try:
+        return len((await http.get("/fleet")).json()["gateways"]) == gateways
+    except httpx.HTTPError:
+        return False
 
 
 def test_a_store_that_is_not_there_is_one_line() -> None:
