@@ -37,9 +37,27 @@ DEFAULT_URL = os.environ.get(CLIENT_URL, "http://127.0.0.1:8000")
 console = Console()
 
 
+_Misuse: type[Exception] = typer.BadParameter.__mro__[1]
+"""What typer raises for any wrong use of the command line; it exports only this child of it."""
+
+
 def main() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line; wrong use of it ends in one line, as wrong settings do."""
+    try:
+        status = app(standalone_mode=False)
+    except _Misuse as error:
+        status = _misused(error)
+    except typer.Abort:
+        status = 1
+    sys.exit(status)
+
+
+def _misused(error: Any) -> int:
+    fact = " ".join(error.format_message().split()).rstrip(".")
+    if fact:  # not if no command was given: then the help has been shown already
+        command = error.ctx.command_path if error.ctx else "fleet"
+        print(f"fleet: {fact}; {command} --help says what there is", file=sys.stderr)
+    return error.exit_code
 
 
 def _version(wanted: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import resource
@@ -12,12 +13,14 @@ from importlib.metadata import version as installed_version
 
 import uvicorn
 
+from fleet.errors import StoreUnavailable
 from fleet.store import open_store, store_address
 from gateway.app import Application, create_app
 from gateway.context import Gateway
 from gateway.discovery import source_of
 from gateway.front import Front
 from gateway.logs import configure_logging
+from gateway.settings import SettingsError
 from gateway.settings_model import Settings
 from gateway.workers import FirstOfAll, supervise
 
@@ -83,8 +86,8 @@ class FleetServer(uvicorn.Server):
 def serve(settings: Settings) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit status; running rollouts may end.
 
-    Raises OSError if the port cannot be had, StoreUnavailable if the store does not answer, and
-    SettingsError if replicas are to be found as pods and this is none.
+    Raises OSError if the port cannot be had, SettingsError if the store cannot be used, or if
+    replicas are to be found as pods and this is none.
     """
     configure_logging(settings.log)
     _raise_file_limit()
@@ -142,7 +145,14 @@ def _raise_file_limit() -> None:
 
 async def _check_store(settings: Settings) -> None:
     async with open_store(settings.store, settings.name) as store:
-        await store.ping()
+        try:
+            await store.ping()
+        except StoreUnavailable as error:
+            fact = str(error.__cause__ or error).rstrip(".")
+            raise SettingsError(
+                f"the store {store_address(settings.store)} cannot be used: {fact}; start it "
+                "there, or correct --store (FLEET_STORE)"
+            ) from error
 
 
 def _listen(settings: Settings, *, is_shared: bool = False) -> socket.socket:
@@ -155,9 +165,11 @@ def _listen(settings: Settings, *, is_shared: bool = False) -> socket.socket:
         listening.bind((settings.host, settings.port))
     except OSError as error:
         listening.close()
-        where = f"{settings.host}:{settings.port}"
-        raise OSError(
-            f"cannot listen on {where}: {error.strerror}; choose another --port"
-        ) from error
+        where, other = f"{settings.host}:{settings.port}", "--port"
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            other = "--host, an address of this machine"
+        raise OSError(f"cannot listen on {where}: {error.strerror}; choose another {other}") from (
+            error
+        )
     listening.set_inheritable(True)
     return listening

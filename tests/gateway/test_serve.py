@@ -14,6 +14,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 import httpx
+import pytest
 from redis import Redis
 
 from fleet.sim import SimFleet
@@ -141,11 +142,12 @@ async def answers(http: httpx.AsyncClient, gateways: int) -> bool:
 
 
 def test_a_store_that_is_not_there_is_one_line() -> None:
-    """The start stops before anything else, and says where it looked."""
-    ended = run("serve", "--store", "redis://127.0.0.1:1/0")
+    """The start stops before anything else; it says where it looked, and what to do."""
+    ended = run("serve", "--store", "redis://user:s3cret@127.0.0.1:1/0")
     assert ended.returncode == 2
-    assert ended.stderr.startswith("fleet: ")
-    assert "redis://127.0.0.1:1/0" in ended.stderr
+    assert ended.stderr.startswith("fleet: the store redis://127.0.0.1:1/0 cannot be used: ")
+    assert ended.stderr.endswith("; start it there, or correct --store (FLEET_STORE)\n")
+    assert "s3cret" not in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 
@@ -159,6 +161,45 @@ def test_a_port_in_use_is_one_line_that_says_what_to_do() -> None:
     assert ended.returncode == 2
     assert ended.stderr.strip().endswith("choose another --port")
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_an_address_that_is_not_this_machines_is_one_line_that_says_what_to_do() -> None:
+    """Another port would not help."""
+    ended = run("serve", "--host", "192.0.2.1", "--port", "0")
+    assert ended.returncode == 2
+    assert ended.stderr.strip().endswith("choose another --host, an address of this machine")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact", "command"),
+    [
+        ("serve --nonsense", "No such option: --nonsense", "fleet serve"),
+        ("serve --replicas URL", "(Possible options: --replica)", "fleet serve"),
+        ("serve --port many", "Invalid value for '--port'", "fleet serve"),
+        ("serve extra", "unexpected extra argument(s) (extra)", "fleet serve"),
+        ("sim", "Missing option '--replicas'", "fleet sim"),
+        ("serv", "No such command 'serv'. Did you mean 'serve'?", "fleet"),
+    ],
+)
+def test_a_wrong_use_of_the_command_line_is_one_plain_line(
+    arguments: str, fact: str, command: str
+) -> None:
+    """As a wrong setting is: no box, no usage; what is wrong, and where to look."""
+    ended = run(*arguments.split())
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("fleet: ")
+    assert fact in ended.stderr
+    assert ended.stderr.endswith(f"; {command} --help says what there is\n")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_no_command_at_all_gets_the_help_and_nothing_else() -> None:
+    """And the status of wrong use, so that a script notices."""
+    ended = run()
+    assert ended.returncode == 2
+    assert "Usage: fleet" in ended.stdout + ended.stderr
+    assert "fleet: " not in ended.stderr
 
 
 def test_the_clients_url_is_no_setting_of_the_gateway() -> None:
