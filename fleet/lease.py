@@ -9,18 +9,22 @@ The key also carries what the gateway has in hand, so that any other can show th
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from time import monotonic
 from uuid import uuid4
 
 import msgspec
 
-from fleet.errors import LeaseLost
+from fleet.errors import LeaseLost, StoreUnavailable
 from fleet.gate import Load
 from fleet.store import Store
 
 CLOCK_SLACK = 1.05
 """How much longer than a lease to wait for its end: two clocks never run at the same rate."""
+
+LOOKS_AT_ONCE = 16
+"""How many keys are looked up at the same time: each takes a connection, at every gateway."""
 
 
 class Presence(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +43,7 @@ class Lease:
         self._key = _key(gateway)
         self._stamp: str | None = None
         self._doubted_until = 0.0
+        self._looking = asyncio.Semaphore(LOOKS_AT_ONCE)
         self.ttl_s = ttl_s
         self.until = 0.0
 
@@ -83,14 +88,38 @@ class Lease:
             await self._store.drop(self._key, expected=self._stamp)
             self._stamp = None
 
-    async def presence_of(self, gateway: str) -> Presence | None:
-        """Return what another gateway says of itself, or None if its lease has lapsed."""
-        entry = await self._store.load(_key(gateway))
+    async def presences(self, gateways: Iterable[str]) -> dict[str, Presence | None]:
+        """Return what each of these gateways says of itself, None where its key is absent.
+
+        They are looked up at once: a heartbeat must not wait one round trip per gateway.
+        """
+        async with asyncio.TaskGroup() as group:
+            looks = {
+                g: group.create_task(self._look_for(g), name=f"look for {g}") for g in gateways
+            }
+        found: dict[str, Presence | None] = {}
+        for gateway, look in looks.items():
+            if isinstance(seen := look.result(), StoreUnavailable):
+                raise seen
+            found[gateway] = seen
+        return found
+
+    async def _look_for(self, gateway: str) -> Presence | StoreUnavailable | None:
+        """Load one key; a failure is returned, since a group would hide a cancellation behind it.
+
+        (Before Python 3.13, a TaskGroup whose parent is cancelled raises what its tasks raised.)
+        """
+        try:
+            async with self._looking:
+                entry = await self._store.load(_key(gateway))
+        except StoreUnavailable as error:
+            return error
         return None if entry is None else msgspec.json.decode(entry.body, type=Presence)
 
     async def lapsed(self, gateways: Iterable[str]) -> set[str]:
         """Return whose leases have lapsed for certain."""
-        return await self.surely({g for g in gateways if await self.presence_of(g) is None})
+        seen = await self.presences(gateways)
+        return await self.surely({g for g, presence in seen.items() if presence is None})
 
     async def surely(self, absent: set[str]) -> set[str]:
         """Return those whose absent keys mean that their leases have lapsed: all of them, or none.

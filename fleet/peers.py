@@ -218,7 +218,7 @@ class Peers:
     async def _look_around(self) -> None:
         """See who is still there; give up the seats, and take over the call, of who is not."""
         seats = self._seats_of_others()
-        seen = {g: await self._lease.presence_of(g) for g in seats}
+        seen = await self._lease.presences(seats)
         self.others = {g: presence for g, presence in seen.items() if presence is not None}
         absent = {g for g, presence in seen.items() if presence is None}
         dead = {g: seats[g] for g in await self._lease.surely(absent)}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 
 import pytest
 
+from fleet.errors import StoreUnavailable
 from fleet.lease import Lease, Presence
 from fleet.store import Store, open_store
 from fleet.store.base import Entry
@@ -85,7 +86,65 @@ async def test_a_released_lease_is_gone_at_once(store: Store) -> None:
     assert lease.holds
     await lease.release()
     assert not lease.holds
-    assert await lease.presence_of("a") is None
+    assert await lease.presences(["a"]) == {"a": None}
+
+
+@dataclass
+class MeetingStore(SlowStore):
+    """A store that answers for others than `a` only when so many of them are asked for at once."""
+
+    meeting: asyncio.Barrier = field(default_factory=lambda: asyncio.Barrier(3))
+    silent: frozenset[str] = frozenset()
+
+    async def load(self, key: str) -> Entry | None:
+        """As the store, if it is not silent about this key."""
+        if key != "gateway:a":
+            await self.meeting.wait()
+        if key in self.silent:
+            raise StoreUnavailable(f"{key}: no answer")
+        return await super().load(key)
+
+
+async def test_others_are_looked_for_at_once(store: Store) -> None:
+    """A heartbeat takes as long with 16 gateways as with two."""
+    await Lease(store, "b", TTL_S).renew(HERE)
+    lease = Lease(MeetingStore(store), "a", TTL_S)  # type: ignore[arg-type]
+    await lease.renew(HERE)
+    async with asyncio.timeout(5):
+        assert await lease.presences(["b", "c", "d"]) == {"b": HERE, "c": None, "d": None}
+        assert await lease.lapsed(["b", "c", "d"]) == {"c", "d"}
+
+
+async def test_one_look_that_fails_is_the_stores_failure(store: Store) -> None:
+    """It comes as itself, and tells nothing about who is gone."""
+    silent = MeetingStore(store, silent=frozenset({"gateway:c"}))
+    lease = Lease(silent, "a", TTL_S)  # type: ignore[arg-type]
+    await lease.renew(HERE)
+    async with asyncio.timeout(5):
+        with pytest.raises(StoreUnavailable, match="gateway:c: no answer"):
+            await lease.lapsed(["b", "c", "d"])
+
+
+async def test_who_looks_can_be_cancelled_though_the_store_fails_then(store: Store) -> None:
+    """Or a gateway would not stop whose store has gone away."""
+
+    asked = asyncio.Event()
+
+    class Leaving(SlowStore):
+        async def load(self, key: str) -> Entry | None:
+            asked.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise StoreUnavailable("the connection is closed") from None
+            return None
+
+    lease = Lease(Leaving(store), "a", TTL_S)  # type: ignore[arg-type]
+    looking = asyncio.ensure_future(lease.presences(["b", "c"]))
+    await asked.wait()
+    looking.cancel()
+    await asyncio.wait({looking})
+    assert looking.cancelled()
 
 
 async def test_an_absent_lease_has_lapsed_if_the_own_one_is_there(store: Store) -> None:
