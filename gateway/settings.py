@@ -2,7 +2,7 @@
 
 Every source becomes dotted names (`gate.max_held`) before anything is merged, so that an error
 can say which name, in which source, was wrong. pydantic-settings merges first and reads
-os.environ by itself; that is why its sources are not used.
+os.environ by itself; that is why it is not used.
 
 What it does not do: read anything at import time, or keep what it read.
 """
