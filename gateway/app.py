@@ -12,9 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
 from socket import gethostname
-from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -45,6 +43,7 @@ from gateway.errors import body_of, headers_of, shape, status_of
 from gateway.gate import RolloutGate
 from gateway.metrics import Metrics
 from gateway.proxy import RolloutProxy
+from gateway.responses import json_response
 from gateway.rollouts import Rollouts, is_rollout
 from gateway.routes import admin, control, ops, pages
 from gateway.settings_model import DeploymentKind, Settings
@@ -271,7 +270,4 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 
 def _plain(status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> Response:
-    content: dict[str, Any] = shape(message, kind, status)
-    return Response(
-        msgspec.json.encode(content), status, headers=headers, media_type="application/json"
-    )
+    return json_response(shape(message, kind, status), status, headers)

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import Request, Response
 
 from fleet.calls import CallId
@@ -22,6 +21,7 @@ from gateway.asgi import ClientGone, header, read_body
 from gateway.auth import Right, authorise
 from gateway.errors import status_of
 from gateway.metrics import Metrics
+from gateway.responses import json_response
 from gateway.settings_model import Settings
 from gateway.single_flight import ControlCall, SingleFlight
 
@@ -139,11 +139,7 @@ class Desk:
         return value, body
 
     def _answer(self, answer: Any) -> Response:
-        response = (
-            answer
-            if isinstance(answer, Response)
-            else Response(msgspec.json.encode(answer), media_type="application/json")
-        )
+        response = answer if isinstance(answer, Response) else json_response(answer)
         now = membership(self._ledger.state)
         if now.changed:
             number = "" if now.obstacle else f"; world_size={now.world_size}"

@@ -16,6 +16,7 @@ from fleet.state import FleetState
 from gateway.auth import Right, authorise
 from gateway.context import Gateway, gateway_of
 from gateway.desk import call_of, caller_of
+from gateway.responses import json_response
 from gateway.routes.control import nothing, told
 from gateway.views import fleet_view, layout_view, replicas_view, round_view
 
@@ -47,7 +48,7 @@ async def rounds(request: Request, limit: int = Query(50, ge=1, le=200)) -> Resp
     """List weight updates, newest first, with the times of every phase and replica."""
     gateway = _guarded(request)
     found = await gateway.ledger.rounds(limit)
-    return _json({"rounds": [round_view(record) for record in found]})
+    return json_response({"rounds": [round_view(record) for record in found]})
 
 
 @router.get("/events")
@@ -208,14 +209,10 @@ def _one(gateway: Gateway, replica: str) -> dict[str, Any]:
 async def _shown(request: Request, view: Callable[[Gateway], dict[str, Any]]) -> Response:
     gateway = _guarded(request)
     await gateway.desk.catch_up(request)
-    return _json(view(gateway))
+    return json_response(view(gateway))
 
 
 def _guarded(request: Request) -> Gateway:
     gateway = gateway_of(request)
     authorise(request.scope["headers"], Right.OPERATOR, gateway.settings.auth)
     return gateway
-
-
-def _json(content: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")

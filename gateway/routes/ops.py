@@ -9,7 +9,6 @@ from __future__ import annotations
 from importlib.metadata import version as installed_version
 from typing import Any, cast
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from fleet.errors import FleetError, NoEligibleReplica
@@ -17,6 +16,7 @@ from fleet.outcome import Outcome
 from fleet.replica_client import Call
 from gateway.auth import Right, authorise
 from gateway.context import gateway_of
+from gateway.responses import json_response
 from gateway.routes.answers import items_of
 
 router = APIRouter()
@@ -51,13 +51,15 @@ async def readyz(request: Request) -> Response:
     try:
         await gateway.store.ping()
     except FleetError as error:
-        return _json({"ready": False, "reason": error.message}, 503)
+        return json_response({"ready": False, "reason": error.message}, 503)
     if gateway.gate.lease_lapsed:
         why = "this gateway has lost its lease: it has not seen the fleet for too long, or was "
-        return _json({"ready": False, "reason": why + "expelled; its gate is closed"}, 503)
+        return json_response({"ready": False, "reason": why + "expelled; its gate is closed"}, 503)
     if not gateway.registry.swept.is_set():
-        return _json({"ready": False, "reason": "the replicas have not been probed yet"}, 503)
-    return _json({"ready": True})
+        return json_response(
+            {"ready": False, "reason": "the replicas have not been probed yet"}, 503
+        )
+    return json_response({"ready": True})
 
 
 @router.get("/metrics")
@@ -70,7 +72,7 @@ async def metrics(request: Request) -> Response:
 @router.get("/version")
 async def version() -> Response:
     """Return this program's version."""
-    return _json(
+    return json_response(
         {"version": installed_version("vllm-fleet-gateway"), "server": "vllm-fleet-gateway"}
     )
 
@@ -79,7 +81,7 @@ async def version() -> Response:
 async def load(request: Request) -> Response:
     """Return how many rollouts are being answered or held here."""
     gate = gateway_of(request).gate
-    return _json({"server_load": sum(gate.inflight.values()) + gate.held})
+    return json_response({"server_load": sum(gate.inflight.values()) + gate.held})
 
 
 @router.get("/v1/models")
@@ -91,7 +93,7 @@ async def models(request: Request) -> Response:
     merged = _merge(outcomes)
     if not merged:
         raise NoEligibleReplica("no replica lists its models", outcomes=outcomes)
-    return _json({"object": "list", "data": merged})
+    return json_response({"object": "list", "data": merged})
 
 
 def _merge(outcomes: dict[str, Outcome]) -> list[dict[str, Any]]:
@@ -102,7 +104,3 @@ def _merge(outcomes: dict[str, Outcome]) -> list[dict[str, Any]]:
                 entry = cast("dict[str, Any]", model)
                 merged.setdefault(str(entry.get("id")), entry)
     return list(merged.values())
-
-
-def _json(content: dict[str, Any], status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
