@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from fleet.sim.http import answer, body_object
-from fleet.sim.server import fault_answer
+from fleet.sim.http import answer
+from fleet.sim.server import fault_answer, seconds_of
 
 if TYPE_CHECKING:
     from fleet.sim.replica import SimReplica
@@ -77,7 +77,7 @@ class ControlPort:
         return answer(self._replica(request).faults.as_json())
 
     async def _add_fault(self, request: web.Request) -> web.Response:
-        return fault_answer(self._replica(request), await body_object(request))
+        return await fault_answer(self._replica(request), request)
 
     async def _clear_faults(self, request: web.Request) -> web.Response:
         self._replica(request).faults.clear()
@@ -88,8 +88,7 @@ class ControlPort:
         return answer(self._replica(request).as_json())
 
     async def _restart(self, request: web.Request) -> web.Response:
-        seconds = float((await body_object(request)).get("seconds", 0))
-        await self._replica(request).restart(seconds)
+        await self._replica(request).restart(await seconds_of(request))
         return answer(self._replica(request).as_json())
 
     async def _start(self, request: web.Request) -> web.Response:

@@ -80,6 +80,23 @@ async def body_object(request: web.BaseRequest, lacking: str | None = None) -> d
     return {}
 
 
+async def script_object(request: web.BaseRequest, example: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a call that scripts the simulation, whatever content type it was sent with.
+
+    These calls are typed by hand, and curl declares no JSON. Empty for an absent body; raises
+    HTTPBadRequest for one that is no JSON object.
+    """
+    raw = await request.read()
+    try:
+        parsed = json.loads(raw.strip() or b"{}")
+    except ValueError:
+        parsed = None
+    if isinstance(parsed, dict):
+        return parsed
+    told = f"the body is no JSON object; send one such as {json.dumps(example)}"
+    raise web.HTTPBadRequest(text=json.dumps({"detail": told}), content_type="application/json")
+
+
 def invalid(kind: str, loc: list[str], message: str) -> BadRequest:
     """A pydantic validation error as vLLM words it."""
     problem = {"type": kind, "loc": ".".join(loc), "msg": message}

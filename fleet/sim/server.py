@@ -20,7 +20,7 @@ from aiohttp import web
 from fleet.sim.control import ControlRoutes
 from fleet.sim.errors import EngineDead, SimError
 from fleet.sim.faults import Fault
-from fleet.sim.http import CallFailedAnswer, Handler, Routes, answer, body_object, detail, failure
+from fleet.sim.http import CallFailedAnswer, Handler, Routes, answer, detail, failure, script_object
 from fleet.sim.info import InfoRoutes
 from fleet.sim.log import ControlCall
 from fleet.sim.rollout import RolloutRoutes
@@ -144,21 +144,26 @@ class SimServer:
         return answer([])
 
     async def _add_fault(self, request: web.BaseRequest) -> web.Response:
-        body = await body_object(request)
-        return fault_answer(self._replica, body)
+        return await fault_answer(self._replica, request)
 
     async def _die(self, _request: web.BaseRequest) -> web.Response:
         self._replica.schedule("die")
         return answer({})
 
     async def _restart(self, request: web.BaseRequest) -> web.Response:
-        body = await body_object(request)
-        self._replica.schedule("restart", float(body.get("seconds", 0)))
+        self._replica.schedule("restart", await seconds_of(request))
         return answer({})
 
 
-def fault_answer(replica: "SimReplica", body: dict[str, Any]) -> web.Response:
+async def seconds_of(request: web.BaseRequest) -> float:
+    """How long a replica is to stay away, from the body of a restart; 0 if that is empty."""
+    body = await script_object(request, {"seconds": 5})
+    return float(body.get("seconds", 0))
+
+
+async def fault_answer(replica: "SimReplica", request: web.BaseRequest) -> web.Response:
     """Add a fault, or act at once for path ``now``; answers the rules that are left."""
+    body = await script_object(request, {"path": "/update_weights", "action": "die"})
     if body.get("path") == "now":
         replica.schedule(str(body.get("action")), float(body.get("seconds", 0)))
         return answer(replica.faults.as_json())

@@ -138,6 +138,41 @@ async def test_faults_are_scripted_over_http_too(http: Http) -> None:
         await wait_until(lambda: _is_alive(replica, wanted=False))
 
 
+TYPES = ["application/x-www-form-urlencoded", "text/plain", "application/json"]
+
+
+@pytest.mark.parametrize("content_type", TYPES)
+async def test_a_script_is_taken_whatever_its_content_type(http: Http, content_type: str) -> None:
+    """`curl -d` declares a form; what counts is that the body is JSON."""
+    async with SimFleet(control_port=0) as fleet:
+        replica = fleet.replicas[0]
+        headers, body = {"Content-Type": content_type}, b'{"path": "/pause", "action": "hang"}'
+        for url in (f"{replica.url}/sim/faults", f"{fleet.control_url}/replicas/0/faults"):
+            async with http.session.post(url, data=body, headers=headers) as reply:
+                assert (await reply.json())[-1]["path"] == "/pause"
+        assert len(replica.faults.as_json()) == 2
+        restart = f"{fleet.control_url}/replicas/0/restart"
+        async with http.session.post(restart, data=b'{"seconds": 0}', headers=headers) as reply:
+            assert (await reply.json())["boots"] == 2
+
+
+@pytest.mark.parametrize("body", [b"path=/pause&action=hang", b'{"path": ', b'["/pause"]', b"\xff"])
+async def test_a_script_that_is_no_json_object_is_told_what_to_send(
+    http: Http, body: bytes
+) -> None:
+    """At either door, and no fault is added."""
+    async with SimFleet(control_port=0) as fleet:
+        replica = fleet.replicas[0]
+        for url in (f"{replica.url}/sim/faults", f"{fleet.control_url}/replicas/0/faults"):
+            async with http.session.post(url, data=body) as reply:
+                assert reply.status == 400
+                told = (await reply.json())["detail"]
+                assert told.endswith('such as {"path": "/update_weights", "action": "die"}')
+        assert replica.faults.as_json() == []
+        async with http.session.post(f"{replica.url}/sim/restart", data=body) as reply:
+            assert (reply.status, replica.alive) == (400, True)
+
+
 async def test_control_port_revives_the_dead(http: Http) -> None:
     """A dead replica cannot be asked over its own socket."""
     async with SimFleet(replicas=2, control_port=0) as fleet:
