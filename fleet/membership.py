@@ -11,18 +11,16 @@ from typing import Any
 
 import msgspec
 
+from fleet.departed import recall, remember
 from fleet.errors import LayoutUnsupported, MembershipChanged
 from fleet.layout import Layout, count_workers
 from fleet.moments import utc
 from fleet.outcome import Outcome, Result, had_no_session
-from fleet.replica import Replica, Sleep, Topology, why_left_out
+from fleet.replica import UNKNOWN, Replica, Sleep, Topology, why_left_out
 from fleet.state import IN_COLLECTIVE, ROUND_OPEN, UNSET_VERSION, FleetState, Group, TrainerPause
 from fleet.wire import SPARSE_BACKENDS
 
 change = msgspec.structs.replace
-
-UNKNOWN = "unknown since "
-"""How the instance of a server begins that tells none, once it may have been restarted."""
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,9 +75,15 @@ def add_replica(state: FleetState, url: str, replica: str, now: float) -> FleetS
 
 
 def remove_replica(state: FleetState, replica: str) -> FleetState:
-    """Return the state without one replica; removing a stranger changes nothing."""
+    """Return the state without one replica; removing a stranger changes nothing.
+
+    What is true of its boot wherever that is listed, a fence above all, is remembered.
+    """
+    gone = state.replicas.get(replica)
+    if gone is None:
+        return state
     left = {r: facts for r, facts in state.replicas.items() if r != replica}
-    return change(state, replicas=left)
+    return change(remember(state, gone), replicas=left)
 
 
 def observe(state: FleetState, replica: str, seen: Observation, now: float) -> FleetState:
@@ -100,7 +104,7 @@ def observe(state: FleetState, replica: str, seen: Observation, now: float) -> F
         after = _merge(_doubted(before, state, now), seen)
     else:
         after = _merge(change(before, lost=None), seen)
-        after = _first_weights(after, state) if not before.known else after
+        after = _first_seen(after, seen, state) if not before.known else after
     if after == before:
         return state
     is_news = change(after, named=before.named) != before
@@ -322,6 +326,12 @@ def _reborn(before: Replica, state: FleetState) -> Replica:
         session_open=in_round and before.session_open,
     )
     return _first_weights(fresh, state)
+
+
+def _first_seen(replica: Replica, seen: Observation, state: FleetState) -> Replica:
+    """A newcomer holds what it was started with, unless it is a boot that has been here before."""
+    fresh = _first_weights(replica, state)
+    return recall(state, fresh, paused=seen.paused) if fresh.known else fresh
 
 
 def _first_weights(replica: Replica, state: FleetState) -> Replica:

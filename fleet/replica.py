@@ -14,6 +14,11 @@ import msgspec
 
 from fleet.endpoint import Origin
 
+UNKNOWN = "unknown since "
+"""How the instance of a server begins that tells none, once it may have been restarted."""
+POD = "pod "
+"""How the instance of a server begins that is not known yet, but the pod that it is in."""
+
 
 class ReplicaState(StrEnum):
     """Every state that an operator can see; the words are fixed by the gateway's interface."""
@@ -98,6 +103,12 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def known(self) -> bool:
         """Whether probing has seen this server's topology."""
         return self.topology is not None
+
+    @property
+    def boot(self) -> str | None:
+        """The instance, if the server has told it; None if it stands for one that nobody knows."""
+        is_told = self.instance is not None and not self.instance.startswith((UNKNOWN, POD))
+        return self.instance if is_told else None
 
     @property
     def reachable(self) -> bool:

@@ -27,7 +27,7 @@ import msgspec
 from fleet.address import replica_id
 from fleet.endpoint import Endpoint, Snapshot
 from fleet.membership import add_replica, in_open_round, remove_replica
-from fleet.replica import Replica
+from fleet.replica import POD, Replica
 from fleet.state import FleetState, Phase
 
 change = msgspec.structs.replace
@@ -198,7 +198,7 @@ def _take_over(state: FleetState, replica: Replica, endpoint: Endpoint, now: flo
     if is_busy(state, replica.id):
         fresh = change(
             fresh,
-            instance=f"pod {endpoint.origin.uid}",
+            instance=f"{POD}{endpoint.origin.uid}",
             holds=0 if state.commit_index == 0 else None,
             paused=replica.paused,
             session_open=replica.session_open,

@@ -156,7 +156,8 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     `weight_version` is None until one is committed. `counter` is the last automatic number.
     `fullest` is the store key of the names of the fullest round so far. `gateways` are those that
     serve the fleet, by id; `holder` is the call that one of them carries now, `ended` the last one.
-    `resets` counts how often an operator has abandoned what was open.
+    `resets` counts how often an operator has abandoned what was open. `departed` is what replicas
+    have left with since the last commit (departed.py).
     """
 
     name: str
@@ -177,6 +178,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     holder: Holder | None = None
     ended: Ended | None = None
     resets: int = 0
+    departed: dict[str, Replica] = {}
 
     @property
     def member_ids(self) -> tuple[str, ...]:
@@ -232,6 +234,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
             weight_version=version,
             commits=(*self.commits, version or UNSET_VERSION)[-COMMITS_KEPT:],
             counter=max(self.counter, numeric),
+            departed={},
         )
 
     def with_replicas(self, changed: Iterable[Replica]) -> FleetState:

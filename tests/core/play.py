@@ -47,7 +47,7 @@ from fleet.outcome import Outcome, Result
 from fleet.replica import Topology
 from fleet.rounds import advance
 from fleet.state import FleetState
-from tests.core.engines import MIXED, OK, SILENT, Engine, Engines, Weights
+from tests.core.engines import GONE, MIXED, OK, SILENT, Engine, Engines, Weights
 from tests.fleets import NOW, fleet_of
 
 if TYPE_CHECKING:
@@ -62,6 +62,11 @@ VERDICTS: dict[type[Action], tuple[type[Answered], type[Answered]]] = {
     SendUpdate: (UpdateArrived, UpdateFailed),
     SendFinish: (FinishArrived, FinishFailed),
 }
+
+
+def boot_of(name: str, engine: Engine) -> str:
+    """What a server calls itself: no two boots share a name."""
+    return f"boot {engine.boot} of {name}"
 
 
 class Play(RuleBasedStateMachine):
@@ -150,8 +155,23 @@ class Play(RuleBasedStateMachine):
     def call(
         self, targets: Iterable[str], act: Callable[[Engine], bool], draw: Callable[[], str]
     ) -> Outcomes:
-        """Call these replicas, each with a fate of its own."""
-        return {r: self.engines.call(r, draw(), act) for r in targets}
+        """Call these replicas, each with a fate of its own; who was removed is not called."""
+        return {
+            r: self.engines.call(r, draw(), act) if r in self.state.replicas else GONE
+            for r in targets
+        }
+
+    def overtake(self, name: str) -> None:
+        """What is on its way to one that leaves now reaches it all the same, and nobody hears."""
+        engine, action = self.engines.of[name], self.waiting
+        if action is None or name not in action.targets:
+            return
+        if isinstance(action, SendPause):
+            engine.pause()
+        elif isinstance(action, SendStart):
+            engine.start()
+        elif isinstance(action, SendUpdate) and self.state.round and not self.state.round.draft:
+            engine.weights = MIXED
 
     def _collective(
         self, targets: Iterable[str], act: Callable[[Engine], bool], draw: Callable[[], str]
@@ -215,10 +235,10 @@ class Play(RuleBasedStateMachine):
 
         outcomes = self._collective(action.targets, load, draw)
         for name, outcome in outcomes.items():
-            engine = self.engines.of[name]
+            engine, is_here = self.engines.of[name], name in self.state.replicas
             if outcome.outcome is Result.FAILED:
                 engine.session = False
-            if not outcome.ok and not opened.draft:
+            if is_here and not outcome.ok and not opened.draft:
                 engine.weights = MIXED
         return outcomes
 
@@ -243,11 +263,11 @@ class Play(RuleBasedStateMachine):
             return
         seen = Observation(
             topology=self.state.replicas[name].topology or Topology(workers=2),
-            instance=str(engine.boot),
+            instance=boot_of(name, engine),
             backend="nccl",
             paused=engine.paused,
             unwedged=True,
         )
-        restarted = self.state.replicas[name].instance != str(engine.boot)
+        restarted = self.state.replicas[name].instance != boot_of(name, engine)
         why = "restart" if restarted else ""
         self.take(observe(self.state, name, seen, NOW), why=why)

@@ -25,18 +25,20 @@ from fleet.events import (
     UpdateRequested,
 )
 from fleet.membership import (
+    add_replica,
     answered_late,
     candidates_for,
     check_still_whole,
     marked,
     relabelled,
+    remove_replica,
 )
 from fleet.outcome import Outcome
 from fleet.replica import Sleep
 from fleet.rounds import TRANSITIONS
 from fleet.state import ROUND_OPEN, Phase, TrainerPause
 from tests.core.engines import FATES, GONE, MIXED, OK, Engine, Engines
-from tests.core.play import Play
+from tests.core.play import Play, boot_of
 from tests.fleets import NOW, change, fleet_of, group_for, replica
 
 if TYPE_CHECKING:
@@ -73,7 +75,8 @@ class FleetMachine(Play):
         """A fresh fleet."""
         replicas = [replica(name, size) for name, size in zip("abcd", sizes, strict=False)]
         self.engines = Engines({r.id: Engine() for r in replicas})
-        self.state = fleet_of(*[change(r, instance="1") for r in replicas])
+        named = [change(r, instance=boot_of(r.id, self.engines.of[r.id])) for r in replicas]
+        self.state = fleet_of(*named)
 
     @precondition(may(InitRequested))
     @rule(data=st.data())
@@ -208,7 +211,43 @@ class FleetMachine(Play):
         name = data.draw(st.sampled_from(list(self.state.replicas)))
         self.take(marked(self.state, [name], draining=draining))
 
-    @precondition(lambda self: "z" not in self.state.replicas)
+    @precondition(lambda self: len(self.state.replicas) > 1)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """A replica is removed, even out of a round (the DELETE and the start cross)."""
+        name = data.draw(st.sampled_from(list(self.state.replicas)))
+        if data.draw(st.booleans(), "what is on its way reaches it"):
+            self.overtake(name)
+        self.take(remove_replica(self.state, name))
+
+    @precondition(lambda self: bool(self.away()))
+    @rule(data=st.data(), restarted=st.sampled_from([False, False, True]))
+    def come_back(self, data: st.DataObject, restarted: bool) -> None:
+        """It is added again, as the process that it was or as another one."""
+        name = data.draw(st.sampled_from(self.away()))
+        if restarted:
+            self.engines.of[name].restart()
+            self.in_collective.discard(name)
+        self.take(add_replica(self.state, f"http://{name}", name, NOW))
+        self._probe(name)
+
+    @rule(data=st.data())
+    def flap(self, data: st.DataObject) -> None:
+        """Discovery lists nobody for a moment; whatever had gone wrong is then abandoned."""
+        names = list(self.state.replicas)
+        for name in names:
+            self.take(remove_replica(self.state, name))
+        for name in names:
+            self.take(add_replica(self.state, f"http://{name}", name, NOW))
+            self._probe(name)
+        if self.state.phase is Phase.FAILED:
+            self._reset(data, happened=True)
+
+    def away(self) -> list[str]:
+        """Return the servers that the fleet has forgotten."""
+        return [name for name in self.engines.of if name not in self.state.replicas]
+
+    @precondition(lambda self: "z" not in self.engines.of)
     @rule()
     def newcomer(self) -> None:
         """One more replica comes in with the weights it was started with."""

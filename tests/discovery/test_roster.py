@@ -213,6 +213,18 @@ def test_a_replica_that_an_operator_has_removed_comes_back_with_the_next_list() 
     assert sorted(state.replicas) == ["a:8000", "b:8000"]
 
 
+def test_a_pod_that_flaps_in_what_is_listed_keeps_its_fence() -> None:
+    """Gone from one list and there in the next, it is the same process with the same weights."""
+    gateway, state = in_phase(Phase.FAILED, pod("a"), pod("b"))
+    state = gateway.take(state, watched(pod("b")))
+    assert list(state.replicas) == ["b:8000"]
+    state = gateway.take(state, watched(pod("a"), pod("b")))
+    seen = Observation(topology=Topology(), instance="boot of a:8000", version="default")
+    state = observe(state, "a:8000", seen, NOW)
+    assert states(state) == {"a": ReplicaState.FENCED, "b": ReplicaState.FENCED}
+    assert not gateway.take(state, watched(pod("b"))).ready()
+
+
 # ---- rounds --------------------------------------------------------------------------------------
 
 

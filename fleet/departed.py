@@ -1,0 +1,86 @@
+"""What leaves with a replica and comes back with it. Pure.
+
+Weights are in a process, not in a line of a list. Who is removed and added again, or flaps in what
+discovery lists, may be the same boot with the same half an update in it; and before the first
+commit a newcomer is ready at once. So the fleet remembers what a boot has left with, and whoever
+joins as that boot is given it back: the fence with its reason, an open session, a sleep. Only a
+restart forgets: the server tells another instance. Of a boot that never told one, or tells none
+any more, nobody can say that, so its address speaks for it.
+
+It is remembered until the next commit. After that whoever joins is stale until a full update, which
+heals the fenced as well. A session that is open then is found by the start that it refuses, and
+that start is undone.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fleet.parts import name_of
+from fleet.replica import Replica
+from fleet.state import IN_SESSION, ROUND_OPEN, FleetState
+
+change = msgspec.structs.replace
+
+KEPT = 2048
+"""How many are remembered: a whole large fleet may flap at once. The oldest go first."""
+
+
+def remember(state: FleetState, gone: Replica) -> FleetState:
+    """Return the state that knows what this replica leaves with; nothing, if it leaves whole."""
+    key = f"{gone.instance} at {gone.id}"
+    departed = {k: past for k, past in state.departed.items() if k != key}
+    past = _past(state, gone)
+    if past is not None:
+        departed[key] = past
+    return change(state, departed=dict([*departed.items()][-KEPT:]))
+
+
+def recall(state: FleetState, found: Replica, *, paused: bool | None) -> Replica:
+    """Return a replica that was just seen for the first time, with what it had left with.
+
+    `paused` is what the look saw, None if it could not tell: then it rests as it did.
+    """
+    same = [past for past in state.departed.values() if _is_same(past, found)]
+    past = max(same, key=lambda past: past.fence is not None, default=None)
+    if past is None:
+        return found
+    is_awake = paused is False and found.sleep is None
+    return change(
+        found,
+        fence=found.fence or past.fence,
+        holds=past.holds,
+        session_open=found.session_open or past.session_open,
+        paused=past.paused if paused is None else found.paused,
+        sleep=None if is_awake else past.sleep or found.sleep,
+    )
+
+
+def _past(state: FleetState, gone: Replica) -> Replica | None:
+    """Return the facts that are true of this boot wherever it is listed, if there are any."""
+    is_member = gone.id in state.member_ids
+    in_session = gone.session_open or (is_member and state.phase in IN_SESSION)
+    was_paused = is_member and gone.paused and state.phase in ROUND_OPEN
+    fence = gone.fence
+    if fence is None and in_session:
+        fence = f"left the fleet inside {name_of(state)}: nobody knows what it holds"
+    if fence is None and gone.sleep is not None and gone.sleep.level == 2:
+        fence = "left the fleet at sleep level 2, which discards weights"
+    if fence is None and gone.sleep is None and not was_paused:
+        return None
+    return Replica(
+        id=gone.id,
+        url=gone.url,
+        instance=gone.instance,
+        holds=gone.holds,
+        fence=fence,
+        paused=was_paused,
+        sleep=gone.sleep,
+        session_open=gone.session_open,
+    )
+
+
+def _is_same(past: Replica, found: Replica) -> bool:
+    if past.boot is None or found.boot is None:
+        return past.id == found.id
+    return past.boot == found.boot
