@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from time import monotonic
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -21,8 +24,44 @@ from tests.cases.conftest import (
     posts,
     update_of,
 )
-from tests.gateways.processes import LEASE_S, gateways
+from tests.gateways import processes
+from tests.gateways.processes import LEASE_S, Gateways
 from tests.waiting import wait_until
+
+
+class Field(NamedTuple):
+    """Replicas, the gateways in front of them, and the fleet as the first and last one see it."""
+
+    sim: SimFleet
+    several: Gateways
+    here: Case
+    there: Case
+
+
+Opening = Callable[..., AbstractAsyncContextManager[Field]]
+
+
+@pytest.fixture
+def gateways(redis_url: str, tmp_path: Path) -> Opening:
+    """Open a field on an empty Redis: two replicas and two gateways, unless a test says otherwise.
+
+    Its fleet holds `version`, which was committed at the first gateway; None leaves it fresh.
+    """
+
+    @asynccontextmanager
+    async def opened(
+        *, replicas: int = 2, count: int = 2, version: str | None = "1", **environment: str
+    ) -> AsyncGenerator[Field]:
+        async with (
+            SimFleet(nccl(replicas)) as sim,
+            processes.gateways(sim, redis_url, tmp_path, count, **environment) as several,
+        ):
+            here, there = several.case(0), several.case(-1)
+            if version is not None:
+                await here.first_sync(version)
+            yield Field(sim, several, here, there)
+
+    return opened
 
 
 async def until_called(sim: SimFleet, path: str, count: int = 1) -> None:
@@ -60,12 +99,10 @@ def body_for(case: Case) -> dict[str, object]:
 
 
 async def test_a_gateway_killed_between_update_and_finish_is_replaced_by_another(
-    redis_url: str, tmp_path: Path
+    gateways: Opening,
 ) -> None:
     """Case 28: gate and round stay as they are, and the trainer's finish commits elsewhere."""
-    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path) as several:
-        here, there = several.case(0), several.case(1)
-        await here.first_sync("1")
+    async with gateways() as (_, several, here, there):
         await here.start()
         await here.update()
         held = asyncio.ensure_future(there.complete())
@@ -79,13 +116,9 @@ async def test_a_gateway_killed_between_update_and_finish_is_replaced_by_another
         assert await there.states() == ["ready", "ready"]
 
 
-async def test_a_round_goes_on_at_the_only_gateway_after_its_restart(
-    redis_url: str, tmp_path: Path
-) -> None:
+async def test_a_round_goes_on_at_the_only_gateway_after_its_restart(gateways: Opening) -> None:
     """Killed between update and finish, and started again on the same Redis."""
-    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path, 1) as several:
-        before = several.case(0)
-        await before.first_sync("1")
+    async with gateways(count=1) as (_, several, before, _):
         await before.start()
         await before.update()
         several.all[0].kill()
@@ -98,12 +131,10 @@ async def test_a_round_goes_on_at_the_only_gateway_after_its_restart(
 
 @pytest.mark.parametrize("path", [UPDATE, FINISH])
 async def test_what_was_on_its_way_when_its_gateway_died_is_never_finished_by_guess(
-    path: str, redis_url: str, tmp_path: Path
+    path: str, gateways: Opening
 ) -> None:
     """Members are fenced and the gate stays shut; a retry reads what happened and what to do."""
-    async with SimFleet(nccl(3)) as sim, gateways(sim, redis_url, tmp_path) as several:
-        here, there = several.case(0), several.case(1)
-        await here.first_sync("1")
+    async with gateways(replicas=3) as (sim, several, here, there):
         await here.start()
         body = update_of() if path == UPDATE else None
         if path == FINISH:
@@ -133,12 +164,10 @@ async def test_what_was_on_its_way_when_its_gateway_died_is_never_finished_by_gu
 
 
 async def test_a_start_whose_gateway_died_is_taken_back_and_its_retry_starts_anew(
-    redis_url: str, tmp_path: Path
+    gateways: Opening,
 ) -> None:
     """No session stays open, nobody stays paused, and the trainer need not know."""
-    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path) as several:
-        here, there = several.case(0), several.case(1)
-        await here.first_sync("1")
+    async with gateways() as (sim, several, here, there):
         sim.replicas[1].faults.add(START, "delay", seconds=60, when="after")
         dying = asyncio.ensure_future(here.start())
         await until_called(sim, START, 2)
@@ -152,13 +181,9 @@ async def test_a_start_whose_gateway_died_is_taken_back_and_its_retry_starts_ane
         assert await there.states() == ["ready", "ready"]
 
 
-async def test_a_start_that_nobody_retries_is_taken_back_all_the_same(
-    redis_url: str, tmp_path: Path
-) -> None:
+async def test_a_start_that_nobody_retries_is_taken_back_all_the_same(gateways: Opening) -> None:
     """The trainer died with the gateway: rollouts are served by the old weights again."""
-    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path) as several:
-        here, there = several.case(0), several.case(1)
-        await here.first_sync("1")
+    async with gateways() as (sim, several, here, there):
         sim.replicas[1].faults.add(START, "hang")
         dying = asyncio.ensure_future(here.start())
         await until_called(sim, START, 2)
@@ -171,13 +196,9 @@ async def test_a_start_that_nobody_retries_is_taken_back_all_the_same(
         assert (await there.rounds())[0]["result"] == "undone"
 
 
-async def test_an_init_whose_gateway_died_is_failed_and_a_new_init_works(
-    redis_url: str, tmp_path: Path
-) -> None:
+async def test_an_init_whose_gateway_died_is_failed_and_a_new_init_works(gateways: Opening) -> None:
     """Nobody is fenced: no weight was touched."""
-    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path) as several:
-        here, there = several.case(0), several.case(1)
-        await here.first_sync("1")
+    async with gateways() as (sim, several, here, there):
         sim.replicas[1].faults.add(INIT, "delay", seconds=60)
         dying = asyncio.ensure_future(here.post(INIT, body_for(here)))
         await until_called(sim, INIT, 2)
@@ -191,12 +212,10 @@ async def test_an_init_whose_gateway_died_is_failed_and_a_new_init_works(
 
 
 async def test_a_retry_at_another_gateway_joins_the_call_that_is_on_its_way(
-    redis_url: str, tmp_path: Path
+    gateways: Opening,
 ) -> None:
     """Case 15 across gateways: one fan-out, two answers, both the real one."""
-    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path) as several:
-        here, there = several.case(0), several.case(1)
-        await here.first_sync("1")
+    async with gateways() as (sim, _, here, there):
         await here.start()
         here.forget_logs()
         sim.replicas[1].faults.add(UPDATE, "delay", seconds=1)
@@ -208,16 +227,9 @@ async def test_a_retry_at_another_gateway_joins_the_call_that_is_on_its_way(
         assert [len(posts(r, UPDATE)) for r in sim.replicas] == [1, 1]
 
 
-async def test_a_failed_call_is_told_to_a_retry_elsewhere_as_it_was(
-    redis_url: str, tmp_path: Path
-) -> None:
+async def test_a_failed_call_is_told_to_a_retry_elsewhere_as_it_was(gateways: Opening) -> None:
     """The retry reads who failed, though another gateway made the calls."""
-    async with (
-        SimFleet(nccl(2)) as sim,
-        gateways(sim, redis_url, tmp_path, FLEET_TIMEOUTS__UPDATE_S="2") as several,
-    ):
-        here, there = several.case(0), several.case(1)
-        await here.first_sync("1")
+    async with gateways(FLEET_TIMEOUTS__UPDATE_S="2") as (sim, _, here, there):
         await here.start()
         sim.replicas[1].faults.add(UPDATE, "hang")
         first = asyncio.ensure_future(here.update())
@@ -229,12 +241,10 @@ async def test_a_failed_call_is_told_to_a_retry_elsewhere_as_it_was(
 
 
 async def test_an_answer_that_reached_nobody_waits_for_a_retry_at_any_gateway(
-    redis_url: str, tmp_path: Path
+    gateways: Opening,
 ) -> None:
     """The client hung up in mid-call; its retry elsewhere is not sent to the replicas again."""
-    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path) as several:
-        here, there = several.case(0), several.case(1)
-        await here.first_sync("1")
+    async with gateways() as (sim, _, here, there):
         await here.start()
         here.forget_logs()
         sim.replicas[1].faults.add(UPDATE, "delay", seconds=0.5)
@@ -254,13 +264,13 @@ async def test_an_answer_that_reached_nobody_waits_for_a_retry_at_any_gateway(
 
 
 async def test_a_lost_answer_is_not_replayed_once_its_effect_was_taken_back(
-    redis_url: str, tmp_path: Path
+    gateways: Opening,
 ) -> None:
     """Load an adapter (answer lost), unload it, load it again: the last is a new call."""
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
     adapter = {"lora_name": "a", "lora_path": "/a"}
-    async with SimFleet(nccl(1)) as sim, gateways(sim, redis_url, tmp_path, 1) as several:
-        case, loaded = several.case(0), sim.replicas[0].engine.loras
+    async with gateways(replicas=1, count=1, version=None) as (sim, _, case, _):
+        loaded = sim.replicas[0].engine.loras
         sim.replicas[0].faults.add(load, "delay", seconds=0.5, when="after")
         leaving = asyncio.ensure_future(case.post(load, adapter))
 
@@ -280,12 +290,10 @@ async def test_a_lost_answer_is_not_replayed_once_its_effect_was_taken_back(
 
 
 async def test_a_finish_that_committed_when_its_gateway_died_is_answered_to_a_retry(
-    redis_url: str, tmp_path: Path
+    gateways: Opening,
 ) -> None:
     """Nothing is committed twice, and a trainer that repeats its finish goes on training."""
-    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path) as several:
-        here, there = several.case(0), several.case(1)
-        await here.first_sync("1")
+    async with gateways() as (_, several, here, there):
         await here.start()
         await here.update()
         assert (await here.finish("2")).status_code == 200
@@ -301,12 +309,10 @@ async def test_a_finish_that_committed_when_its_gateway_died_is_answered_to_a_re
 
 
 async def test_a_frozen_gateway_delays_a_start_by_its_lease_and_then_keeps_its_gate_shut(
-    redis_url: str, tmp_path: Path
+    gateways: Opening,
 ) -> None:
     """It is waited for until its lease has ended; thawed, it sees the round first."""
-    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path) as several:
-        here, there = several.case(0), several.case(1)
-        await here.first_sync("1")
+    async with gateways() as (sim, several, here, there):
         several.all[1].freeze()
         rollouts = [asyncio.ensure_future(there.complete()) for _ in range(5)]
         began = monotonic()
@@ -322,12 +328,10 @@ async def test_a_frozen_gateway_delays_a_start_by_its_lease_and_then_keeps_its_g
 
 
 async def test_a_frozen_gateway_whose_call_was_taken_over_changes_nothing_when_it_wakes(
-    redis_url: str, tmp_path: Path
+    gateways: Opening,
 ) -> None:
     """Its token is not the one that holds the fleet any more; its trainer is told."""
-    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path) as several:
-        here, there = several.case(0), several.case(1)
-        await here.first_sync("1")
+    async with gateways() as (sim, several, here, there):
         await here.start()
         sim.replicas[1].faults.add(UPDATE, "delay", seconds=0.5)
         stuck = asyncio.ensure_future(here.update())
@@ -345,13 +349,9 @@ async def test_a_frozen_gateway_whose_call_was_taken_over_changes_nothing_when_i
         assert await there.states() == ["ready", "ready"]
 
 
-async def test_gateways_that_stop_in_order_keep_nobody_waiting(
-    redis_url: str, tmp_path: Path
-) -> None:
+async def test_gateways_that_stop_in_order_keep_nobody_waiting(gateways: Opening) -> None:
     """A stopped gateway gives its seat back: the next start does not wait for its lease."""
-    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path) as several:
-        here = several.case(0)
-        await here.first_sync("1")
+    async with gateways() as (_, several, here, _):
         await several.all[1].stop()
         assert len((await here.fleet())["gateways"]) == 1
         began = monotonic()
@@ -369,12 +369,10 @@ async def rollout_until(case: Case, status: int) -> None:
 
 
 async def test_a_gateway_that_is_told_to_stop_in_mid_call_says_so_and_hands_over(
-    redis_url: str, tmp_path: Path
+    gateways: Opening,
 ) -> None:
     """504 within the drain time, a clean end, and another gateway takes the call over at once."""
-    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path) as several:
-        here, there = several.case(0), several.case(1)
-        await here.first_sync("1")
+    async with gateways() as (sim, several, here, there):
         await here.start()
         sim.replicas[1].faults.add(UPDATE, "hang")
         stuck = asyncio.ensure_future(here.update())
@@ -386,12 +384,11 @@ async def test_a_gateway_that_is_told_to_stop_in_mid_call_says_so_and_hands_over
 
 
 async def test_all_gateways_killed_and_one_started_again_keep_version_and_fences(
-    redis_url: str, tmp_path: Path
+    gateways: Opening,
 ) -> None:
     """Promise 6: nothing that matters lived in a process."""
-    async with SimFleet(nccl(3)) as sim, gateways(sim, redis_url, tmp_path) as several:
-        await several.case(0).first_sync("seven")
-        await several.case(1).ok(f"/fleet/replicas/{sim.replicas[2].id}/fence")
+    async with gateways(replicas=3, version="seven") as (sim, several, _, there):
+        await there.ok(f"/fleet/replicas/{sim.replicas[2].id}/fence")
         for gateway in several.all:
             gateway.kill()
         await several.start()
