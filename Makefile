@@ -15,7 +15,7 @@ CHART := .tools/chart
 CHART_TOOLS := $(CHART)/installed.sha256
 
 .DEFAULT_GOAL := help
-.PHONY: help venv redis chromium demo test test-chart chart-docs check format e2e chaos bench bench-rollouts bench-store clean
+.PHONY: help venv redis chromium demo test test-chart chart-docs check format e2e chaos bench bench-rounds bench-rollouts bench-store clean
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ bench-rollouts: venv $(ROUTER) ## Measure rollouts beside other proxies (install
 	@PATH="$$PATH:/usr/sbin"; command -v haproxy >/dev/null || sh .ci/apt haproxy || true
 	@PATH="$$PATH:/usr/sbin"; command -v nginx >/dev/null || sh .ci/apt nginx-light || true
 	$(BIN)/python -m benchmarks.rollouts
+
+bench-rounds: venv redis ## Measure what whole weight updates cost beside a direct script
+	$(BIN)/python -m benchmarks.rounds
 
 bench-store: venv redis ## Measure what Redis costs a phase, and take-overs after a gateway's death
 	$(BIN)/python -m benchmarks.takeover

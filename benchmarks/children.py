@@ -41,9 +41,9 @@ class Server:
 
 
 @contextmanager
-def sinks(count: int) -> Generator[tuple[list[str], int]]:
+def sinks(count: int, *, paced: bool = False) -> Generator[tuple[list[str], int]]:
     """Run that many sinks in a process of their own; yields their URLs and the process id."""
-    command = [sys.executable, "-m", "benchmarks.sinks", str(count)]
+    command = [sys.executable, "-m", "benchmarks.sinks", str(count), *(["--paced"] * paced)]
     with _child(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         ports = json.loads(process.stdout.readline())
@@ -52,16 +52,22 @@ def sinks(count: int) -> Generator[tuple[list[str], int]]:
 
 @contextmanager
 def gateway(
-    urls: Sequence[str], store: str = "memory://", workers: int = 1, **more: str
+    urls: Sequence[str],
+    store: str = "memory://",
+    workers: int = 1,
+    *,
+    logs: bool = False,
+    **more: str,
 ) -> Generator[Server]:
     """Run the gateway as users do, with `more` FLEET_ variables.
 
-    Several workers need a store that they can share.
+    Several workers need a store that they can share. `logs` lets it log as much as it does by
+    default, to nowhere; else it shows warnings.
     """
     port = free_port()
     settings = {
         "FLEET_REPLICAS": ",".join(urls),
-        "FLEET_LOG__LEVEL": "warning",
+        "FLEET_LOG__LEVEL": "info" if logs else "warning",
         "FLEET_STORE": store,
         "FLEET_NAME": f"bench-{port}",
         "FLEET_AUTO_VERSION": "false",  # sinks keep no label, and a changed one would be probed
@@ -70,7 +76,8 @@ def gateway(
     fleet = str(Path(sys.executable).with_name("fleet"))
     command = [fleet, "serve", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--workers", str(workers)]
-    with _child(command, env=others | settings | more) as process:
+    errors = subprocess.DEVNULL if logs else None
+    with _child(command, env=others | settings | more, stderr=errors) as process:
         yield Server(f"http://127.0.0.1:{port}", process.pid)
 
 
@@ -165,10 +172,14 @@ def end_on_sigterm() -> None:
 
 @contextmanager
 def _child(
-    command: Sequence[str], *, env: Mapping[str, str] | None = None, stdout: int | None = None
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    stdout: int | None = None,
+    stderr: int | None = None,
 ) -> Generator[subprocess.Popen[str]]:
     silent = subprocess.DEVNULL if stdout is None else stdout
-    with subprocess.Popen(command, env=env, stdout=silent, text=True) as process:
+    with subprocess.Popen(command, env=env, stdout=silent, stderr=stderr, text=True) as process:
         try:
             yield process
         finally:

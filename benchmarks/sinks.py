@@ -4,7 +4,10 @@ Raw asyncio protocols on uvloop, so that the measuring machine spends its time i
 They answer what probing asks, every control call, and completions (`benchmarks/answers.py`); they
 hold no weights and know no phases.
 
-    python -m benchmarks.sinks COUNT      prints the ports as one JSON line, runs until killed
+    python -m benchmarks.sinks COUNT [--paced]    prints the ports as a JSON line, runs until killed
+
+`--paced` lets the phases of a round take the time that they took on a GPU (docs/evidence, one
+replica, 2 GB over NVLink), so that it shows what is done meanwhile.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import asyncio
 import json
 import resource
 import sys
+from collections.abc import Mapping
 from typing import cast
 
 import uvloop
@@ -36,14 +40,22 @@ ANSWERS: dict[bytes, object] = {
 }
 MEMBER_PATHS = (b"/init", b"/start", b"/update", b"/finish")
 COMPLETIONS = b"/v1/completions"
+PACE_S: dict[bytes, float] = {
+    b"/pause": 0.024,
+    b"/start_weight_update": 0.008,
+    b"/update_weights": 0.045,
+    b"/finish_weight_update": 0.008,
+    b"/resume": 0.001,
+}
 END_STREAMS = b"/end_streams"
 
 
 class Sink(asyncio.Protocol):
     """One connection to a sink."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: Answers, pace_s: Mapping[bytes, float]) -> None:
         self._answers = answers
+        self._pace_s = pace_s
         self._head = bytearray()
         self._missing = 0
         self._path = b""
@@ -76,7 +88,14 @@ class Sink(asyncio.Protocol):
             self._kept = [bytes(self._head[end + 4 :])] if is_completion else None
             self._head.clear()
         if self._missing == 0:
+            self._answer_in_time()
+
+    def _answer_in_time(self) -> None:
+        takes_s = self._pace_s.get(self._path)
+        if takes_s is None:
             self._answer()
+        else:
+            asyncio.get_running_loop().call_later(takes_s, self._answer)
 
     def _read_head(self, head: bytes) -> None:
         lines = head.split(b"\r\n")
@@ -105,12 +124,12 @@ class Sink(asyncio.Protocol):
             self._transport.close()
 
 
-async def listen(count: int) -> None:
+async def listen(count: int, pace_s: Mapping[bytes, float]) -> None:
     """Open `count` sinks on free ports and serve until killed."""
     loop = asyncio.get_running_loop()
     answers = Answers()
     servers = [
-        await loop.create_server(lambda: Sink(answers), "127.0.0.1", 0, backlog=2048)
+        await loop.create_server(lambda: Sink(answers, pace_s), "127.0.0.1", 0, backlog=2048)
         for _ in range(count)
     ]
     print(json.dumps([server.sockets[0].getsockname()[1] for server in servers]), flush=True)
@@ -125,4 +144,4 @@ def raise_file_limit() -> None:
 
 if __name__ == "__main__":
     raise_file_limit()
-    uvloop.run(listen(int(sys.argv[1])))
+    uvloop.run(listen(int(sys.argv[1]), PACE_S if "--paced" in sys.argv else {}))

@@ -30,8 +30,9 @@ from benchmarks.fanout import BODY, JSON, post, timed, until_ready
 from fleet.sim import SimFleet, SimOptions
 
 REPLICAS = 4
-INIT, UPDATE = "/init_weight_transfer_engine", "/update_weights"
-PHASES = {"start": "/start_weight_update", "update": UPDATE, "finish": "/finish_weight_update"}
+INIT, START = "/init_weight_transfer_engine", "/start_weight_update"
+UPDATE, FINISH = "/update_weights", "/finish_weight_update"
+PHASES = {"start": START, "update": UPDATE, "finish": FINISH}
 LEASES_S = (5.0, 1.5)
 
 Times = dict[str, list[float]]

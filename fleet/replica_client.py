@@ -1,7 +1,7 @@
 """The one place that speaks vLLM's HTTP: a call in, an answer or a typed failure out.
 
-Two pools: `fresh` opens a connection per call, for calls that must not be repeated (a reset on a
-reused connection cannot be told from a lost answer); `pooled` keeps connections, for the rest.
+Two pools: `fresh` has a connection per call, for calls that must not be repeated (fresh.py);
+`pooled` keeps connections, for the rest.
 vLLM closes idle connections after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE), so pooled ones expire
 before. There is no cap on connections: a collective below the fleet's size would deadlock.
 
@@ -21,6 +21,7 @@ import aiohttp
 import msgspec
 from aiohttp.abc import AbstractStreamWriter
 
+from fleet.fresh import FreshConnections, open_fresh
 from fleet.outcome import Outcome, Result
 from fleet.wire import FINISH, INIT, START, START_DRAFT, UPDATE
 
@@ -83,9 +84,9 @@ class ReplicaClient:
     """Calls replicas and says what came of it; never raises for what a replica may do."""
 
     def __init__(
-        self, fresh: aiohttp.ClientSession, pooled: aiohttp.ClientSession, token: str | None
+        self, fresh: FreshConnections, pooled: aiohttp.ClientSession, token: str | None
     ) -> None:
-        self._fresh = fresh
+        self.fresh = fresh
         self.pooled = pooled
         self._headers: dict[str, str] = {"Authorization": f"Bearer {token}"} if token else {}
         self._asking = {"Accept-Encoding": "identity"} | self._headers  # answers are read as is
@@ -112,6 +113,10 @@ class ReplicaClient:
             outcome = _unreachable(error)
         return msgspec.structs.replace(outcome, elapsed_s=perf_counter() - started)
 
+    async def open_ahead(self, url: str) -> None:
+        """Open a connection for the next call that must not be repeated; never raises."""
+        await self.fresh.open_ahead(url)
+
     async def read(self, url: str, path: str) -> bytes:
         """Return the body of a GET, empty if there is none to be had."""
         try:
@@ -129,7 +134,7 @@ class ReplicaClient:
             return _unreachable(again)
 
     async def _attempt(self, url: str, call: Call) -> Outcome:
-        session = self._fresh if call.fresh else self.pooled
+        session = self.fresh.session_for(url) if call.fresh else self.pooled
         target = f"{url}{call.path}?{call.query}" if call.query else f"{url}{call.path}"
         body = SharedBody(call.body) if call.body is not None else None
         headers = {**self._asking, **call.headers}
@@ -214,21 +219,14 @@ def _unreachable(error: BaseException) -> Outcome:
 @asynccontextmanager
 async def open_client(token: str | None = None) -> AsyncGenerator[ReplicaClient]:
     """Open both pools; leaving the context closes every connection."""
-    no_timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+    options: dict[str, Any] = {
+        "timeout": aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+        "auto_decompress": False,
+        "cookie_jar": aiohttp.DummyCookieJar(),
+    }
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=30)
     async with (
-        aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True, ttl_dns_cache=30),
-            timeout=no_timeout,
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        ) as fresh,
-        aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=30
-            ),
-            timeout=no_timeout,
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        ) as pooled,
+        open_fresh(**options) as fresh,
+        aiohttp.ClientSession(connector=connector, **options) as pooled,
     ):
         yield ReplicaClient(fresh, pooled, token)

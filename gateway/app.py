@@ -159,7 +159,8 @@ async def _assemble(
     registry = Registry(ledger, client, fan_out, options)
     where = f"{gethostname()}:{settings.port}"
     peers = Peers(ledger, gate, fan_out.spawn, where=where, lease_s=options.lease_s)
-    metrics.observe(lambda: ledger.state, gate, partial(peers.load, only_here=True))
+    in_hand = partial(peers.load, only_here=True)
+    metrics.observe(lambda: ledger.state, gate, in_hand, client.fresh.used)
     performer = Performer(ledger, client, fan_out, peers, options)
     calls = Calls(ledger, peers.me)
     coordinator = Coordinator(ledger, performer, registry, fan_out, options, calls)

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from time import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -99,9 +104,10 @@ class Metrics:
         state_of: Callable[[], FleetState],
         gate: RolloutGate,
         load_of: Callable[[], Load],
+        connections: Mapping[str, int],
     ) -> None:
-        """Add the gauges that are read off the fleet's state and off what is in hand here."""
-        self._shown.register(_FleetCollector(state_of, gate, load_of))
+        """Add what is read off the fleet's state and off what is in hand here."""
+        self._shown.register(_FleetCollector(state_of, gate, load_of, connections))
 
     def render(self) -> bytes:
         """Return the exposition in Prometheus' text format, of all workers if there are several."""
@@ -114,16 +120,19 @@ class _FleetCollector(Collector):
         state_of: Callable[[], FleetState],
         gate: RolloutGate,
         load_of: Callable[[], Load],
+        connections: Mapping[str, int],
     ) -> None:
         self._state_of = state_of
         self._gate = gate
         self._load_of = load_of
+        self._connections = connections
 
     def collect(self) -> Iterator[Metric]:
         state = self._state_of()
         yield from self._fleet(state)
         yield from self._replicas(state)
         yield from self._rollouts()
+        yield from self._calls()
 
     def _fleet(self, state: FleetState) -> Iterator[Metric]:
         yield GaugeMetricFamily(
@@ -198,4 +207,15 @@ class _FleetCollector(Collector):
         )
         for replica, count in load.inflight.items():
             family.add_metric([replica], count)
+        yield family
+
+    def _calls(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "fleet_phase_calls",
+            "Calls of this gateway to replicas that must not be repeated, by when their connection "
+            "was opened.",
+            labels=["opened"],
+        )
+        for opened, count in self._connections.items():
+            family.add_metric([opened], count)
         yield family

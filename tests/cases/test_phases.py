@@ -339,3 +339,16 @@ async def test_gate_settings_do_not_matter_to_control_calls() -> None:
     async with case_of(gate=Gate(max_held=1)) as case:
         await case.first_sync()
         assert await case.version() == "1"
+
+
+async def test_while_replicas_are_at_work_the_connections_for_their_next_phase_are_opened() -> None:
+    """An opening takes a round trip and CPU, times the fleet, and the trainer would wait for it."""
+    async with case_of() as case:
+        assert (await case.init()).status_code == 200
+        used = case.gateway.client.fresh.used
+        used.clear()
+        for replica in case.replicas:
+            for path in ("/pause", START, UPDATE):
+                replica.faults.add(path, "delay", seconds=0.2)
+        await case.sync()
+        assert used == {"ahead": 9}

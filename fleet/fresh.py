@@ -1,0 +1,117 @@
+"""Connections that carry one call each, some of them opened before their call is there.
+
+A call that must not be repeated goes out on a connection that has carried nothing before: a reset
+on a used one could not be told from a lost answer. But opening one costs a round trip, and more CPU
+than the call itself, and a fleet of hundreds pays that in every phase while the trainer waits. So
+during one phase of a round the connections for the next are opened (`open_ahead`). Nothing is sent
+on them: vLLM's server (uvicorn) waits for a first request as long as it takes.
+
+aiohttp opens a connection only for a request. So `open_ahead` makes one that gives its connection
+to the pool at the moment in which it would be sent; and a call's own request marks its connection,
+so that it never comes back there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+if TYPE_CHECKING:
+    from aiohttp.connector import Connection
+
+AHEAD_S = 4.0
+"""How long an open connection waits for its call; what lies between may forget idle ones."""
+
+
+class FreshConnections:
+    """The way to replicas for calls that must not be repeated; open it with `open_fresh`.
+
+    `used` counts the calls by when their connection was opened: ahead, or late, with the call.
+    """
+
+    def __init__(
+        self, calls: aiohttp.ClientSession, openings: aiohttp.ClientSession, used: Counter[str]
+    ) -> None:
+        self._calls = calls
+        self._openings = openings
+        self._ahead: dict[str, float] = {}
+        self.used = used
+
+    def session_for(self, url: str) -> aiohttp.ClientSession:
+        """Return what makes one call to this replica, on an open connection if there is one."""
+        self._ahead.pop(url, None)
+        return self._calls
+
+    async def open_ahead(self, url: str) -> None:
+        """Open a connection for the next call, if none waits for it; who cannot be reached is left.
+
+        The call itself finds that out and says so.
+        """
+        if monotonic() - self._ahead.get(url, -AHEAD_S) < AHEAD_S:
+            return
+        self._ahead[url] = monotonic()
+        try:
+            await self._openings.get(url, allow_redirects=False)
+        except _Opened:
+            return
+        except (aiohttp.ClientError, OSError):
+            self._ahead.pop(url, None)
+
+
+class _Opened(Exception):
+    """A connection is open and lies in the pool."""
+
+
+class _Opening(aiohttp.ClientRequest):
+    """A request that is never sent."""
+
+    async def send(self, conn: Connection) -> aiohttp.ClientResponse:
+        conn.release()
+        raise _Opened
+
+
+class _Sole(aiohttp.ClientRequest):
+    """A request after which its connection is closed, whatever the server says."""
+
+    async def send(self, conn: Connection) -> aiohttp.ClientResponse:
+        if conn.protocol is not None:
+            conn.protocol.force_close()
+        return await super().send(conn)
+
+
+@asynccontextmanager
+async def open_fresh(**options: Any) -> AsyncGenerator[FreshConnections]:
+    """Open the pool; `options` are those of aiohttp's sessions. Leaving closes everything."""
+    used = Counter[str]()
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=AHEAD_S, ttl_dns_cache=30)
+    async with (
+        aiohttp.ClientSession(
+            connector=connector,
+            request_class=_Sole,
+            headers={"Connection": "close"},
+            trace_configs=[_counting(used)],
+            **options,
+        ) as calls,
+        aiohttp.ClientSession(
+            connector=connector, connector_owner=False, request_class=_Opening, **options
+        ) as openings,
+    ):
+        yield FreshConnections(calls, openings, used)
+
+
+def _counting(used: Counter[str]) -> aiohttp.TraceConfig:
+    async def lay_ready(*_: object) -> None:
+        used["ahead"] += 1
+
+    async def was_opened(*_: object) -> None:
+        used["late"] += 1
+
+    tracing = aiohttp.TraceConfig()
+    tracing.on_connection_reuseconn.append(lay_ready)
+    tracing.on_connection_create_end.append(was_opened)
+    return tracing
