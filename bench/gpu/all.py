@@ -158,6 +158,7 @@ def _command(step: Step) -> list[str]:
 def _passed_on(given: argparse.Namespace) -> list[str]:
     passed = ["--out", str(given.out), "--scratch", str(given.scratch)]
     passed += ["--dry-run"] if given.dry_run else ["--backend", given.backend]
+    passed += ["--ctas", str(given.ctas)] if given.ctas else []
     return passed + (["--rounds", str(given.rounds)] if given.rounds else [])
 
 
@@ -171,6 +172,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     made.add_argument(
         "--rounds", type=int, default=0, help="measured rounds instead of a step's own"
     )
+    made.add_argument("--ctas", type=int, default=0, help="thread blocks of ranks on a shared GPU")
     made.add_argument("--backend", choices=("gpu", "gloo"), default="gpu")
     made.add_argument("--dry-run", action="store_true")
     made.add_argument("--keep-going", action="store_true", help="even if the first step breaks off")

@@ -95,12 +95,33 @@ def measure(stage: Stage, fleet: Fleet, size: int, *, packed: bool) -> Times:
             if last:
                 check_weights(stage, fleet, servers, engine, Timed(clients[way], clock), way)
     check_fleet(stage, front)
+    phases = phases_of(front)
     engine.shutdown()
     clients["gateway"].shutdown_weight_transfer_engine()
     clients["direct"].close()
     stage.stop(front)
     report(stage, times, nbytes(stage.weights))
+    own_share(stage, times["gateway"], phases)
     return times["gateway"]
+
+
+def phases_of(front: Served) -> dict[str, float]:
+    """Return how long the replicas of a gateway took in each phase: medians over rounds, seconds.
+
+    The first round is left out, as everywhere.
+    """
+    rounds = front.get("/fleet/rounds?limit=200")["rounds"][:-1]
+    taken: dict[str, list[float]] = {}
+    for phase in (phase for found in rounds for phase in found["phases"]):
+        taken.setdefault(phase["phase"], []).append(phase["elapsed_s"])
+    return {phase: median(times) for phase, times in taken.items()}
+
+
+def own_share(stage: Stage, ours: Times, phases: dict[str, float]) -> None:
+    """Say how much of a round its replicas took, as the gateway saw them, and what is left."""
+    told = ", ".join(f"{phase} {took * 1000:.1f} ms" for phase, took in phases.items())
+    rest = median(ours.whole) - sum(phases.values())
+    stage.evidence.line(f"of a round through the gateway: {told}; the rest {rest * 1000:.1f} ms")
 
 
 def send(stage: Stage, engine: Any, client: Timed, version: str) -> None:
