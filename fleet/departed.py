@@ -4,8 +4,8 @@ Weights are in a process, not in a line of a list. Who is removed and added agai
 discovery lists, may be the same boot with the same half an update in it; and before the first
 commit a newcomer is ready at once. So the fleet remembers what a boot has left with, and whoever
 joins as that boot is given it back: the fence with its reason, an open session, a sleep. Only a
-restart forgets: the server tells another instance. Of a boot that never told one, or tells none
-any more, nobody can say that, so its address speaks for it.
+restart forgets: the server tells another instance. Where two instances cannot be compared, because
+one was never told, or not in the same words, the address speaks for the boot.
 
 It is remembered until the next commit. After that whoever joins is stale until a full update, which
 heals the fenced as well. A session that is open then is found by the start that it refuses, and
@@ -17,7 +17,7 @@ from __future__ import annotations
 import msgspec
 
 from fleet.parts import name_of
-from fleet.replica import Replica
+from fleet.replica import Naming, Replica, naming_of
 from fleet.state import IN_SESSION, ROUND_OPEN, FleetState
 
 change = msgspec.structs.replace
@@ -81,6 +81,7 @@ def _past(state: FleetState, gone: Replica) -> Replica | None:
 
 
 def _is_same(past: Replica, found: Replica) -> bool:
-    if past.boot is None or found.boot is None:
-        return past.id == found.id
-    return past.boot == found.boot
+    told, tells = naming_of(past.instance), naming_of(found.instance)
+    if told is tells and told in (Naming.BY_START, Naming.BY_ITSELF):
+        return past.instance == found.instance
+    return past.id == found.id

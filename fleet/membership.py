@@ -16,7 +16,7 @@ from fleet.errors import LayoutUnsupported, MembershipChanged
 from fleet.layout import Layout, count_workers
 from fleet.moments import utc
 from fleet.outcome import Outcome, Result, had_no_session
-from fleet.replica import UNKNOWN, Replica, Sleep, Topology, why_left_out
+from fleet.replica import UNKNOWN, Naming, Replica, Sleep, Topology, naming_of, why_left_out
 from fleet.state import IN_COLLECTIVE, ROUND_OPEN, UNSET_VERSION, FleetState, Group, TrainerPause
 from fleet.wire import SPARSE_BACKENDS
 
@@ -91,6 +91,7 @@ def observe(state: FleetState, replica: str, seen: Observation, now: float) -> F
     before = state.replicas.get(replica)
     if before is None:
         return state
+    seen = _in_known_words(before, seen)
     if in_open_round(state, replica):
         # it may have looked just before the round's own pause
         seen = change(seen, paused=None, asleep=False)
@@ -284,19 +285,33 @@ def in_open_round(state: FleetState, replica: str) -> bool:
     return state.phase in ROUND_OPEN and replica in state.member_ids
 
 
+def _in_known_words(before: Replica, seen: Observation) -> Observation:
+    """Leave out a start time where an instance was told before: this once the server told none."""
+    told, tells = naming_of(before.instance), naming_of(seen.instance)
+    tells_less = (told, tells) == (Naming.BY_ITSELF, Naming.BY_START)
+    return change(seen, instance=None) if tells_less else seen
+
+
 def _restarted(before: Replica, seen: Observation) -> bool:
-    is_told = before.instance is not None and not before.instance.startswith(UNKNOWN)
-    return is_told and seen.instance not in (None, before.instance)
+    """Whether a server tells another instance; the first one that a new pod tells is another."""
+    told, tells = naming_of(before.instance), naming_of(seen.instance)
+    if Naming.NOT in (told, tells):
+        return False
+    return told is Naming.BY_POD or (told is tells and before.instance != seen.instance)
 
 
 def _is_doubtful(before: Replica, seen: Observation, state: FleetState) -> bool:
-    """Whether a server that tells no instance may be another boot than before.
+    """Whether a server may be another boot than before, and no instance tells.
 
-    Then its label must speak for it: one that was away must name the committed version, and one
-    that has named a version never names none again.
+    Its label must speak for it then: one that was away must name the committed version, and one
+    that has named a version never names none again. The first instance of a server that was known
+    by its start time says nothing of the boot before.
     """
-    if not before.known or seen.topology is None or seen.instance is not None:
+    if not before.known or seen.topology is None:
         return False
+    if seen.instance is not None:
+        told, tells = naming_of(before.instance), naming_of(seen.instance)
+        return (told, tells) == (Naming.BY_START, Naming.BY_ITSELF)
     if before.lost is not None:
         return seen.version in (None, UNSET_VERSION) or seen.version != state.weight_version
     return seen.version == UNSET_VERSION and before.named not in (None, UNSET_VERSION)

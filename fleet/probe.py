@@ -22,7 +22,7 @@ from fleet.errors import BadInput
 from fleet.membership import Observation
 from fleet.options import Placement
 from fleet.outcome import Outcome, Result
-from fleet.replica import Topology
+from fleet.replica import STARTED, Topology
 from fleet.replica_client import Call, ReplicaClient
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ def _server_info(body: bytes) -> _Config:
 async def _start_time(client: ReplicaClient, url: str) -> str | None:
     body = await client.read(url, "/metrics")
     found = _START_TIME.search(body)
-    return f"started at {found.group(1).decode()}" if found else None
+    return f"{STARTED}{found.group(1).decode()}" if found else None
 
 
 def _why_lost(health: Outcome) -> str:

@@ -8,16 +8,35 @@ program can disagree about it.
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 
 import msgspec
 
 from fleet.endpoint import Origin
 
 UNKNOWN = "unknown since "
-"""How the instance of a server begins that tells none, once it may have been restarted."""
 POD = "pod "
-"""How the instance of a server begins that is not known yet, but the pod that it is in."""
+STARTED = "started at "
+"""How an instance begins that no server has told: a restart cannot be ruled out; the pod that it is
+in, until the first look at it; when it was started, where it tells nothing better."""
+
+
+class Naming(Enum):
+    """In which words an instance is told; two of different words say nothing of each other."""
+
+    NOT = auto()
+    BY_POD = auto()
+    BY_START = auto()
+    BY_ITSELF = auto()
+
+
+def naming_of(instance: str | None) -> Naming:
+    """Return in which words this instance is told."""
+    if instance is None or instance.startswith(UNKNOWN):
+        return Naming.NOT
+    if instance.startswith(POD):
+        return Naming.BY_POD
+    return Naming.BY_START if instance.startswith(STARTED) else Naming.BY_ITSELF
 
 
 class ReplicaState(StrEnum):
@@ -103,12 +122,6 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def known(self) -> bool:
         """Whether probing has seen this server's topology."""
         return self.topology is not None
-
-    @property
-    def boot(self) -> str | None:
-        """The instance, if the server has told it; None if it stands for one that nobody knows."""
-        is_told = self.instance is not None and not self.instance.startswith((UNKNOWN, POD))
-        return self.instance if is_told else None
 
     @property
     def reachable(self) -> bool:

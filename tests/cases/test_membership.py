@@ -45,6 +45,16 @@ async def test_a_newcomer_to_a_fleet_without_a_version_serves_at_once() -> None:
         assert (await case.ok("/fleet/replicas", {"url": newcomer.url}))["state"] == "ready"
 
 
+async def test_a_server_that_does_not_tell_its_instance_for_once_keeps_its_fence() -> None:
+    """The look before an init gets no /server_info; /metrics still says when it was started."""
+    async with case_of(nccl(2)) as case:
+        await case.ok(f"/fleet/replicas/{case.replicas[0].id}/fence")
+        case.replicas[0].faults.add("/server_info", "status", times=2)
+        assert (await case.init()).status_code == 200
+        assert not case.replicas[0].faults.as_json()
+        assert await case.states() == ["fenced", "ready"]
+
+
 async def test_world_size_counts_exactly_the_next_group() -> None:
     """Stale and fenced ones are healed by it and count; draining and dead ones are not in it."""
     async with case_of(nccl(4, world_size=2)) as case:

@@ -19,6 +19,7 @@ SEEN = Observation(
     topology=Topology(), backend="nccl", instance=BOOT, version="default", paused=False
 )
 NAMELESS = change(SEEN, instance=None)
+BY_START = change(SEEN, instance="started at 1.0")
 
 
 def away(found: Replica, *others: Replica, **facts: Any) -> FleetState:
@@ -152,7 +153,7 @@ def test_a_silent_member_of_a_broken_init_has_lost_no_weights() -> None:
 
 
 @pytest.mark.parametrize("known", [None, "unknown since 2026-01-01", "pod uid@a"])
-@pytest.mark.parametrize("seen", [SEEN, NAMELESS])
+@pytest.mark.parametrize("seen", [SEEN, NAMELESS, BY_START])
 def test_of_a_boot_that_nobody_knew_its_address_speaks(known: str | None, seen: Any) -> None:
     """It may be the same one, so it is taken for that; another address is not."""
     state = away(replica("a", instance=known, fence="mixed"))
@@ -163,6 +164,16 @@ def test_of_a_boot_that_nobody_knew_its_address_speaks(known: str | None, seen: 
 def test_a_boot_that_tells_no_instance_any_more_is_taken_for_the_one_that_left() -> None:
     """What a server does not tell proves no restart."""
     assert state_of(back(away(replica("a", fence="mixed")), NAMELESS)) is ReplicaState.FENCED
+
+
+@pytest.mark.parametrize("known", [BOOT, "started at 1.0"])
+@pytest.mark.parametrize("seen", ["2", "started at 2.0"])
+def test_only_what_is_told_in_the_same_words_proves_another_boot(known: str, seen: str) -> None:
+    """A start time says nothing against an instance, nor the other way around."""
+    state = away(replica("a", instance=known, fence="mixed"))
+    is_told = known.startswith("started") == seen.startswith("started")
+    expected = ReplicaState.READY if is_told else ReplicaState.FENCED
+    assert state_of(back(state, change(SEEN, instance=seen))) is expected
 
 
 def test_a_look_that_did_not_ask_decides_nothing() -> None:
