@@ -1,4 +1,4 @@
-"""What tells a boot from another one: instances that servers name, in which words, and which do not."""
+"""What tells one boot from another: instances, and in which words servers name them."""
 
 from __future__ import annotations
 
