@@ -152,7 +152,7 @@ def status(
     from gateway.tables import status_table
 
     def table() -> Any:
-        return status_table(_get(url, "/fleet"), _get(url, "/fleet/replicas"))
+        return status_table(_get(url, "/fleet"), _get(url, "/fleet/replicas"), time.time())
 
     if not watch:
         console.print(table())

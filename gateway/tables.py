@@ -11,41 +11,46 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from fleet.moments import ago
+
 Answer = dict[str, Any]
 
 _COLOURS = {"ready": "green", "paused": "yellow", "updating": "cyan", "stale": "yellow"}
 
 
-def status_table(fleet: Answer, replicas: Answer) -> Group:
-    """Return the summary above the list of replicas."""
+def status_table(fleet: Answer, replicas: Answer, now: float) -> Group:
+    """Return the summary above the list of replicas; `now` is in seconds since the epoch."""
     gate = fleet["gate"]
+    closed = f" {ago(gate['closed_since'], now)}" if gate["closed_since"] else ""
     line = (
         f"fleet {fleet['name']}: weight_version {fleet['weight_version']}, phase {fleet['phase']}, "
-        f"gate {gate['state']}, {gate['held']} held, generation {fleet['generation']}"
+        f"gate {gate['state']}{closed}, {gate['held']} held, generation {fleet['generation']}"
     )
-    notes = [Text(line, style="bold"), *map(Text, _notes(fleet))]
+    notes = [Text(line, style="bold"), *map(Text, _notes(fleet, now))]
     return Group(*notes, replicas_table(replicas))
 
 
-def _notes(fleet: Answer) -> Iterator[str]:
+def _notes(fleet: Answer, now: float) -> Iterator[str]:
     """Yield what is out of the ordinary, one line each."""
     membership, current = fleet["membership"], fleet["round"]
+    pause, call = fleet["pause"], fleet["call"]
     world = membership["world_size"]
     if fleet["phase"] == "failed":
         yield f"the last update failed: init again with world_size={world}, then a full update"
     elif membership["changed"]:
         yield f"membership changed: the next init needs world_size={world}"
-    if fleet["pause"]:
-        yield f"paused by {fleet['pause']['by']}"
-    if fleet["call"]:
-        yield f"{fleet['call']['what']} on its way, by {fleet['call']['by']}"
+    if pause:
+        yield f"paused {ago(pause['since'], now)} by {pause['by']}"
+    if call:
+        yield f"{call['what']} on its way, begun {ago(call['since'], now)} by {call['by']}"
     if len(fleet["gateways"]) > 1:
         seats = Counter(seat["where"] for seat in fleet["gateways"].values())
         told = ", ".join(f"{n} × {where}" if n > 1 else where for where, n in seats.items())
         yield f"{seats.total()} gateways: {told}"
     if current:
         reason = f": {current['reason']}" if current["reason"] else ""
-        yield f"round {current['id']}, {current['result']}, by {current['opened_by']}{reason}"
+        opened = f"opened {ago(current['opened_at'], now)} by {current['opened_by']}"
+        yield f"round {current['id']}, {current['result']}, {opened}{reason}"
 
 
 def replicas_table(answer: Answer) -> Group:
