@@ -17,6 +17,7 @@ import msgspec
 
 from fleet.errors import StoreUnavailable
 from fleet.events import Answered, Event
+from fleet.moments import utc
 from fleet.state import UNSET_VERSION, FleetState
 from fleet.store import Record, Store
 
@@ -125,7 +126,8 @@ async def _next(records: AsyncIterator[Record]) -> Record:
 def _tell(happening: Happening) -> None:
     level = logging.WARNING if happening.failed else logging.INFO
     if log.isEnabledFor(level):
-        log.log(level, "round event", extra=msgspec.structs.asdict(happening))
+        fields = msgspec.structs.asdict(happening) | {"at": utc(happening.at)}
+        log.log(level, "round event", extra=fields)
 
 
 def _failed(event: Event) -> dict[str, str]:
