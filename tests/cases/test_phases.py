@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine
+from time import time
 from typing import Any
 
 import pytest
@@ -26,15 +28,18 @@ from tests.cases.conftest import (
 from tests.waiting import wait_until
 
 
-async def test_case_8_a_start_while_a_round_is_open_says_who_holds_it_and_since_when() -> None:
-    """409 with the holder, the round and the time; nothing is sent."""
+async def test_case_8_a_start_while_a_round_is_open_says_who_holds_it_and_how_long() -> None:
+    """409 with the holder, the round and its age; nothing is sent."""
     async with case_of() as case:
         assert (await case.init()).status_code == 200
         await case.post(START, headers={"User-Agent": "first-trainer"})
         case.forget_logs()
         answer = await case.post(START, headers={"User-Agent": "second-trainer"})
-        opened = (await case.fleet())["round"]["opened_at"]
-        body = check_error(answer, 409, "round 1", "first-trainer", f"{opened:.3f}", "started")
+        asked_at, opened_at = time(), (await case.fleet())["round"]["opened_at"]
+        body = check_error(answer, 409, "round 1", "first-trainer", "started")
+        age = re.search(r"\(first-trainer\) (\d+\.\d) s ago", body["error"]["message"])
+        assert age is not None
+        assert float(age[1]) <= asked_at - opened_at + 0.05  # it is rounded
         assert body["error"]["type"] == "RoundOpen"
         check_error(await case.init(4), 409, "first-trainer")
         assert case.all_sent() == [[], [], []]
