@@ -52,7 +52,7 @@ from gateway.single_flight import SingleFlight
 log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 0.5
-"""How long before the end of the drain time calls that are still on their way are answered."""
+"""How long before the end of the drain time those are answered who would wait beyond it."""
 
 
 class Application:
@@ -60,6 +60,7 @@ class Application:
 
     def __init__(self, framework: FastAPI) -> None:
         self.framework = framework
+        self.is_stopping = False
 
     @property
     def has_failed(self) -> bool:
@@ -67,13 +68,23 @@ class Application:
         return getattr(self.framework.state, "has_failed", False)
 
     def stop(self) -> None:
-        """Tell those who would wait for ever that the gateway stops."""
+        """End what would go on for ever, and answer what is not over when the drain time nearly is.
+
+        Rollouts are held as before: another gateway may commit, or a call that is on its way here.
+        """
+        self.is_stopping = True
         gateway: Gateway | None = getattr(self.framework.state, "gateway", None)
-        if gateway is not None:
+        if gateway is None:
+            return
+        drain_s = gateway.settings.timeouts.drain_s
+        log.info("stopping", extra={"held": gateway.gate.held, "drain_s": drain_s})
+        gateway.journal.stop()
+        loop, last_moment_s = asyncio.get_running_loop(), max(0.0, drain_s - LAST_WORDS_S)
+        loop.call_later(last_moment_s, gateway.desk.give_up)
+        if self.has_failed or _stays_closed(gateway):
             gateway.gate.stop()
-            gateway.journal.stop()
-            last_moment_s = max(0.0, gateway.settings.timeouts.drain_s - LAST_WORDS_S)
-            asyncio.get_running_loop().call_later(last_moment_s, gateway.desk.give_up)
+        else:
+            loop.call_later(last_moment_s, gateway.gate.stop)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand rollouts to the proxy, everything else to FastAPI."""
@@ -82,6 +93,15 @@ class Application:
             await gateway.proxy(scope, receive, send)
             return
         await self.framework(scope, receive, send)
+
+
+def _stays_closed(gateway: Gateway) -> bool:
+    """Whether nobody can open the gate of a gateway that listens no more.
+
+    A state in this process alone has no other gateway, and no call comes in any more.
+    """
+    is_alone = gateway.settings.store.startswith("memory:")
+    return is_alone and gateway.ledger.state.fleet_paused and not gateway.desk.is_busy
 
 
 def create_app(settings: Settings) -> Application:

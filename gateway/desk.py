@@ -72,6 +72,11 @@ class Desk:
         self._count(request, response.status_code, started)
         return response
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call that changes something is on its way here."""
+        return self._flights.are_any
+
     def give_up(self) -> None:
         """Answer every call that is still on its way: this gateway ends before they do."""
         state = self._ledger.state

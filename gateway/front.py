@@ -36,6 +36,8 @@ _UNPLAIN = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
 _READ = _UNPLAIN | NOTED | {b"content-length", b"connection"}
 _START = b"POST /"
 MAX_HEAD = 64 * 1024
+SILENT_S = 1.0
+"""How long the client of a gateway that stops may take for the first byte after its connection."""
 MAX_DIGITS = 18
 """Of a content length; Python refuses to read a number of thousands of digits."""
 
@@ -61,6 +63,7 @@ class Front(asyncio.Protocol):
         self._for_uvicorn = (config, server_state, app_state, _loop)
         self._connections = cast("set[Any]", server_state.connections)
         application: Any = config.app
+        self._application = application
         self._rollouts: Rollouts = application.framework.state.gateway.rollouts
         self._keep_alive_s = config.timeout_keep_alive
         self._buffer = b""
@@ -81,6 +84,10 @@ class Front(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are not registered
         keep_watch(transport)
         self._connections.add(self)
+        if self._application.is_stopping:  # taken in the very moment in which the listening ended
+            self._keep = False
+            loop = asyncio.get_running_loop()
+            self._idle_check = loop.call_later(SILENT_S, self.shutdown)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
@@ -110,9 +117,12 @@ class Front(asyncio.Protocol):
             self._exchange.resume()
 
     def shutdown(self) -> None:
-        """Close when what is under way is answered; uvicorn calls this when it stops."""
+        """Close when what is under way is answered; uvicorn calls this when it stops.
+
+        A request of which a part has come is under way: its client cannot know that we stop.
+        """
         self._keep = False
-        if self._exchange is None:
+        if self._exchange is None and self._request is None and not self._buffer:
             self._transport.close()
 
     # -- requests ----------------------------------------------------------------------------------
@@ -200,11 +210,15 @@ class Front(asyncio.Protocol):
     def _hand_over(self) -> None:
         """Let uvicorn have the connection, from the first byte of this request on."""
         self._connections.discard(self)
+        if self._idle_check is not None:
+            self._idle_check.cancel()
         protocol = HttpToolsProtocol(*self._for_uvicorn)
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
         protocol.data_received(self._buffer)
         self._buffer = b""
+        if self._application.is_stopping:  # it was not among those whom uvicorn has told
+            protocol.shutdown()
 
     # -- answers: the Client of an Exchange --------------------------------------------------------
 

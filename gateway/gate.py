@@ -111,7 +111,7 @@ class RolloutGate:
         self._check_lease()
 
     def stop(self) -> None:
-        """Send everyone in the line away, and hold nobody any more: the gateway stops."""
+        """Send everyone in the line away, and hold nobody any more: the gateway is about to end."""
         self._is_stopping = True
         for waiting in tuple(self._line):
             if not waiting.admitted.done():

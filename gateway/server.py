@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import logging
+import math
 import resource
 import socket
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def uvicorn_config(app: Application, settings: Settings) -> uvicorn.Config:
         lifespan="on",
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(settings.timeouts.drain_s) or None,
+        timeout_graceful_shutdown=math.ceil(settings.timeouts.drain_s),  # 0 or None: for ever
         access_log=False,
         log_config=None,
         date_header=False,
@@ -78,7 +79,7 @@ class FleetServer(uvicorn.Server):
         return await super().on_tick(counter) or self._application.has_failed
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Send held rollouts away and end event streams; running rollouts have the drain time."""
+        """Close idle connections and event streams; rollouts, also held ones, may end in time."""
         self._application.stop()
         await super().shutdown(sockets)
 

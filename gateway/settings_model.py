@@ -187,7 +187,7 @@ class Timeouts(_Group):
     """Seconds after which a round that its trainer has left open between two calls is abandoned, as
     by /fleet/reset. Unset: it stays open, and shows in the metrics."""
     drain_s: Seconds = 30.0
-    """Seconds for running rollouts to end when the gateway stops."""
+    """Seconds for rollouts to end when the gateway stops, those that it holds included."""
 
     @field_validator("lease_renew_s")
     @classmethod

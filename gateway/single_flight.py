@@ -80,6 +80,11 @@ class SingleFlight:
             if flight.is_spent and self._flights.get(call.name) is flight:
                 del self._flights[call.name]
 
+    @property
+    def are_any(self) -> bool:
+        """Whether a call is on its way."""
+        return any(flight.ended_at is None for flight in self._flights.values())
+
     async def _fly(self, flight: _Flight, call: ControlCall, work: Work) -> None:
         await flight.fly(work)
         if flight.reached_nobody and self._undelivered is not None:

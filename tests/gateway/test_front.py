@@ -286,3 +286,33 @@ async def test_a_connection_is_kept_while_it_is_used_and_closed_when_it_is_not(
         began = asyncio.get_running_loop().time()
         assert await asyncio.wait_for(reader.read(), 5) == b""
         assert asyncio.get_running_loop().time() - began > 0.9 * kept_s
+
+
+async def test_a_connection_taken_in_while_the_gateway_stops_is_served_once_and_closed() -> None:
+    """Accepted in the moment in which the listening ended, it is nobody's whom uvicorn tells."""
+    silence_is_over = asyncio.Event()
+
+    async def answer_late(
+        request: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        del request, reader
+        await silence_is_over.wait()
+        writer.write(OK)
+
+    async with behind(answer_late) as (served, _):
+        served.app.stop()
+        async with (
+            connection(served.url) as (plain, sending),
+            connection(served.url) as (chunked, sending_chunks),
+            connection(served.url) as (silent, _),
+        ):
+            sending.write(request_of(PATH, b"{}"))
+            head = f"POST {PATH} HTTP/1.1\r\nHost: gateway\r\nTransfer-Encoding: chunked\r\n\r\n"
+            sending_chunks.write(head.encode() + b"2\r\n{}\r\n0\r\n\r\n")
+            assert await silent.read() == b""
+            silence_is_over.set()
+            for reader in (plain, chunked):
+                answer = await read_message(reader)
+                assert answer.first_line.split()[1] == "200"
+                assert answer.values("connection") == ["close"]
+                assert await reader.read() == b""
