@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from importlib.metadata import version as installed_version
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +23,7 @@ from rich.live import Live
 
 from fleet.errors import FleetError
 from gateway.settings import CLIENT_URL, SettingsError, load_settings
+from gateway.version import gateway_version
 
 app = typer.Typer(
     help="One URL that makes a fleet of vLLM servers take new weights together, or not at all.",
@@ -62,7 +62,7 @@ def _misused(error: Any) -> int:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(installed_version("vllm-fleet-gateway"))
+        print(gateway_version())
         raise typer.Exit
 
 

@@ -10,7 +10,6 @@ import math
 import resource
 import socket
 from collections.abc import Callable
-from importlib.metadata import version as installed_version
 
 import uvicorn
 
@@ -23,6 +22,7 @@ from gateway.front import Front
 from gateway.logs import configure_logging
 from gateway.settings import SettingsError
 from gateway.settings_model import Settings
+from gateway.version import gateway_version
 from gateway.workers import FirstOfAll, supervise
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def _whereabouts(gateway: Gateway, listening: socket.socket) -> dict[str, object
         "store": store_address(gateway.settings.store),
         "replicas": len(gateway.ledger.state.replicas),
         "discovery": gateway.settings.discovery.value,
-        "version": installed_version("vllm-fleet-gateway"),
+        "version": gateway_version(),
     }
 
 

@@ -61,7 +61,8 @@ STEPS = (
     Step("two-1", "nccl", (*_TWO, "--replicas", "1"), 210, gpus=2),
     Step("two", "nccl", (*_TWO, "--replicas", "2,3"), 300, gpus=2),
     Step("two-8b-1", "nccl", (*_TWO, *_LARGE, "--replicas", "1"), 330, gpus=2),
-    Step("two-8b", "nccl", (*_TWO, *_LARGE, "--replicas", "2,3"), 420, gpus=2),
+    Step("two-8b-2", "nccl", (*_TWO, *_LARGE, "--replicas", "2"), 540, gpus=2),
+    Step("two-8b-3", "nccl", (*_TWO, *_LARGE, "--replicas", "3"), 540, gpus=2),
     Step("four", "four", (), 480, gpus=4),
 )
 

@@ -37,8 +37,10 @@ class Bare:
     def measure(self) -> list[float]:
         """Join as rank 0, broadcast, and return the seconds of each round but the first."""
         kind, world = self.stage.options.kind, 1 + len(self.receivers)
+        marks = [time.monotonic()]
         self._wait_ready()
         group = join(kind, 0, world, self.port)
+        marks.append(time.monotonic())
         taken: list[float] = []
         pieces = buffers(kind, self.total)
         for number in range(ROUNDS):
@@ -47,8 +49,17 @@ class Bare:
             run_round(kind, group, pieces)
             if number:
                 taken.append(time.monotonic() - began)
+            else:
+                marks.append(time.monotonic())
+        marks.append(time.monotonic())
         leave(group)
         self.stage.stop(*self.receivers)
+        marks.append(time.monotonic())
+        steps = ("met", "first round", "other rounds", "left")
+        spans = (
+            f"{what} {b - a:.1f} s" for what, a, b in zip(steps, marks, marks[1:], strict=False)
+        )
+        self.stage.evidence.line(", ".join(spans))
         return taken
 
     def _wait_ready(self) -> None:

@@ -86,7 +86,7 @@ class Options:
 
     @property
     def _default_ctas(self) -> int:
-        return 2 if self.placement == "same" else 4
+        return 2 if self.placement == "same" else 16
 
     def but(self, **changed: object) -> Options:
         """The same with some fields changed."""
@@ -107,6 +107,7 @@ def parser(description: str, *, backend: str = "nccl") -> argparse.ArgumentParse
     )
     made.add_argument("--rounds", type=int, default=6, help="measured rounds of each way")
     made.add_argument("--replicas", default="2", help="group sizes, by commas: 1,2,3")
+    made.add_argument("--packing", choices=("packed", "unpacked"), help="default: both")
     made.add_argument("--ctas", type=int, default=0, help="thread blocks of a rank on a shared GPU")
     made.add_argument("--out", type=Path, default=Path("evidence"), help="where evidence goes")
     made.add_argument("--scratch", type=Path, default=Path("/tmp/fleet-bench"))
@@ -134,9 +135,16 @@ def options_from(
         gpus=environment.gpu_count() if kind == "gpu" else 0,
         out=given.out,
         scratch=given.scratch,
-        packings=(True, False) if kind == "gpu" else (True,),
+        packings=_packings(kind, given.packing),
         extra=given,
     )
+
+
+def _packings(kind: Kind, wanted: str | None) -> tuple[bool, ...]:
+    """Whether to pack, run by run; only vLLM's own backend on GPUs knows both."""
+    if kind != "gpu":
+        return (True,)
+    return (True, False) if wanted is None else (wanted == "packed",)
 
 
 def not_run(options: Options, needed: int | None = None) -> str | None:

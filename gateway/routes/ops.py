@@ -6,7 +6,6 @@ event loop: a paused, sleeping or updating fleet is alive. /readyz depends on th
 
 from __future__ import annotations
 
-from importlib.metadata import version as installed_version
 from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
@@ -18,6 +17,7 @@ from gateway.auth import Right, authorise
 from gateway.context import gateway_of
 from gateway.responses import json_response
 from gateway.routes.answers import items_of
+from gateway.version import gateway_version
 
 router = APIRouter()
 
@@ -72,9 +72,7 @@ async def metrics(request: Request) -> Response:
 @router.get("/version")
 async def version() -> Response:
     """Return this program's version."""
-    return json_response(
-        {"version": installed_version("vllm-fleet-gateway"), "server": "vllm-fleet-gateway"}
-    )
+    return json_response({"version": gateway_version(), "server": "vllm-fleet-gateway"})
 
 
 @router.get("/load")
