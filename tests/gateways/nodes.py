@@ -7,7 +7,7 @@ For tests that need many lives of several gateways in little time. A node is wir
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -108,6 +108,12 @@ class FailingStore:
     async def members(self, key: str) -> frozenset[str]:
         """As the store."""
         return await self.inner.members(key)
+
+    async def extend(
+        self, stream: str, records: Sequence[Mapping[str, str | bytes]], *, cap: int
+    ) -> None:
+        """As the store."""
+        await self.inner.extend(stream, records, cap=cap)
 
     async def append(self, stream: str, fields: Mapping[str, str | bytes], *, cap: int) -> str:
         """As the store."""
