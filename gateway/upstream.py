@@ -108,11 +108,10 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    @property
-    def usable(self) -> bool:
-        """Whether a kept connection may carry another request."""
+    def is_usable(self, kept_s: float) -> bool:
+        """Whether a connection that was idle for no longer than this may carry another request."""
         assert self._transport is not None
-        return not self._transport.is_closing() and monotonic() - self.idle_since < KEPT_S
+        return not self._transport.is_closing() and monotonic() - self.idle_since < kept_s
 
     # -- asyncio.Protocol --------------------------------------------------------------------------
 
@@ -218,9 +217,14 @@ def keep_watch(transport: asyncio.BaseTransport) -> None:
 
 
 class Pool:
-    """The kept connections to one replica."""
+    """The kept connections to one replica; after a burst they are closed, not left to the replica.
 
-    def __init__(self, url: str) -> None:
+    Whatever stands between may keep idle ones for hours, each with a file on both sides.
+    """
+
+    def __init__(self, url: str, *, kept_s: float = KEPT_S) -> None:
+        self._kept_s = kept_s
+        self._sweep: asyncio.TimerHandle | None = None
         parts = urlsplit(url)
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -234,7 +238,7 @@ class Pool:
         """Give the receiver a connection: at once if one is kept, else when it is made."""
         while self._kept and not fresh:
             connection = self._kept.pop()
-            if connection.usable:
+            if connection.is_usable(self._kept_s):
                 connection.is_reused = True
                 receiver.connected(connection)
                 return
@@ -247,6 +251,25 @@ class Pool:
         """Keep a connection whose answer is whole."""
         connection.idle_since = monotonic()
         self._kept.append(connection)
+        if self._sweep is None:
+            self._sweep = asyncio.get_running_loop().call_later(self._kept_s, self._close_idle)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no connection at all, and none on its way."""
+        return not (self._all or self._connecting)
+
+    def _close_idle(self) -> None:
+        """Close what has been idle for too long, the longest idle first; one timer does for all."""
+        self._sweep = None
+        kept = self._kept
+        self._kept = [connection for connection in kept if connection.is_usable(self._kept_s)]
+        for connection in set(kept).difference(self._kept):
+            connection.abort()
+        if self._kept:
+            due_s = self._kept[0].idle_since + self._kept_s - monotonic()
+            loop = asyncio.get_running_loop()
+            self._sweep = loop.call_later(max(0.0, due_s), self._close_idle)
 
     def lost(self, connection: Connection) -> None:
         """Forget a connection that is closed."""
@@ -256,6 +279,8 @@ class Pool:
 
     def close(self) -> None:
         """Close everything."""
+        if self._sweep is not None:
+            self._sweep.cancel()
         for task in tuple(self._connecting):
             task.cancel()
         for connection in tuple(self._all):
@@ -288,7 +313,7 @@ class Pool:
 
 
 class Upstreams:
-    """One pool per replica."""
+    """One pool per replica that is in use; replicas come and go under ever new addresses."""
 
     def __init__(self) -> None:
         self._pools: dict[str, Pool] = {}
@@ -297,8 +322,12 @@ class Upstreams:
         """Return the pool of a replica's URL."""
         pool = self._pools.get(url)
         if pool is None:
+            self._pools = {u: found for u, found in self._pools.items() if not found.is_idle}
             pool = self._pools[url] = Pool(url)
         return pool
+
+    def __len__(self) -> int:
+        return len(self._pools)
 
     def close(self) -> None:
         """Close everything."""

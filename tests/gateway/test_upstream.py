@@ -11,7 +11,7 @@ import pytest
 
 from fleet.state import TrainerPause
 from gateway.settings_model import Settings
-from gateway.upstream import Connection, Pool
+from gateway.upstream import Connection, Pool, Upstreams
 from tests.cases.raw_http import Message, Script, answer_of, raw_replica, request_of
 from tests.gateway.serving import serve
 from tests.waiting import wait_until
@@ -81,6 +81,35 @@ async def test_a_client_that_was_slow_at_the_end_does_not_stop_the_next_one() ->
         pool = Pool(replica.url)
         assert [(await ask(pool)).answer for _ in range(3)] == [b"1", b"2", b"3"]
         pool.close()
+
+
+async def test_connections_that_nobody_uses_any_more_are_closed_after_a_burst() -> None:
+    """A proxy before the replica may keep them for hours; each costs a file on both sides."""
+    async with raw_replica(numbered()) as replica:
+        pool = Pool(replica.url, kept_s=0.2)
+        await asyncio.gather(*(ask(pool) for _ in range(5)))
+        assert not pool.is_idle
+
+        async def all_closed() -> bool:
+            return pool.is_idle
+
+        await wait_until(all_closed)
+        assert (await ask(pool)).answer == b"6"
+        pool.close()
+
+
+async def test_pools_of_replicas_that_are_gone_are_forgotten() -> None:
+    """Pods come back under new addresses for months."""
+    upstreams = Upstreams()
+    for number in range(100):
+        upstreams.pool(f"http://10.0.0.{number}:8000")
+    assert len(upstreams) == 1
+    async with raw_replica(numbered()) as replica:
+        used = upstreams.pool(replica.url)
+        await ask(used)
+        upstreams.pool("http://10.0.0.1:8000")
+        assert upstreams.pool(replica.url) is used
+    upstreams.close()
 
 
 @pytest.mark.parametrize("trailing", [answer_of(b"unasked"), answer_of(b"unasked")[:-4]])
