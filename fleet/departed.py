@@ -5,7 +5,8 @@ discovery lists, may be the same boot with the same half an update in it; and be
 commit a newcomer is ready at once. So the fleet remembers what a boot has left with, and whoever
 joins as that boot is given it back: the fence with its reason, an open session, a sleep. Only a
 restart forgets: the server tells another instance. Where two instances cannot be compared, because
-one was never told, or not in the same words, the address speaks for the boot.
+one was never told, or not in the same words, the address speaks for the boot, but not for weights:
+those count only if the server names the committed version.
 
 It is remembered until the next commit. After that whoever joins is stale until a full update, which
 heals the fenced as well. A session that is open then is found by the start that it refuses, and
@@ -18,7 +19,7 @@ import msgspec
 
 from fleet.parts import name_of
 from fleet.replica import Naming, Replica, naming_of
-from fleet.state import IN_SESSION, ROUND_OPEN, FleetState
+from fleet.state import IN_SESSION, ROUND_OPEN, UNSET_VERSION, FleetState
 
 change = msgspec.structs.replace
 
@@ -49,7 +50,7 @@ def recall(state: FleetState, found: Replica, *, paused: bool | None) -> Replica
     return change(
         found,
         fence=found.fence or past.fence,
-        holds=past.holds,
+        holds=past.holds if _holds_still(state, past, found) else None,
         session_open=found.session_open or past.session_open,
         paused=past.paused if paused is None else found.paused,
         sleep=None if is_awake else past.sleep or found.sleep,
@@ -81,7 +82,20 @@ def _past(state: FleetState, gone: Replica) -> Replica | None:
 
 
 def _is_same(past: Replica, found: Replica) -> bool:
-    told, tells = naming_of(past.instance), naming_of(found.instance)
-    if told is tells and told in (Naming.BY_START, Naming.BY_ITSELF):
+    if _are_comparable(past, found):
         return past.instance == found.instance
     return past.id == found.id
+
+
+def _holds_still(state: FleetState, past: Replica, found: Replica) -> bool:
+    """Whether what the boot held is proven of who came back: its address alone proves no weights.
+
+    Then it must name the committed version itself; before the first commit there is none to miss.
+    """
+    names_it = found.version == state.weight_version and found.version not in (None, UNSET_VERSION)
+    return state.commit_index == 0 or names_it or _are_comparable(past, found)
+
+
+def _are_comparable(past: Replica, found: Replica) -> bool:
+    told, tells = naming_of(past.instance), naming_of(found.instance)
+    return told is tells and told in (Naming.BY_START, Naming.BY_ITSELF)

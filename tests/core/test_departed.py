@@ -176,6 +176,28 @@ def test_only_what_is_told_in_the_same_words_proves_another_boot(known: str, see
     assert state_of(back(state, change(SEEN, instance=seen))) is expected
 
 
+@pytest.mark.parametrize("known", [None, BOOT, "started at 1.0"])
+@pytest.mark.parametrize("seen", [SEEN, NAMELESS, BY_START])
+@pytest.mark.parametrize("names", ["default", "6", "7"])
+def test_an_address_alone_proves_no_committed_weights(known: Any, seen: Any, names: str) -> None:
+    """Another boot may be there, with the weights it was started with: its label speaks for it."""
+    was = {"instance": known, "version": "7", "holds": 7, "sleep": Sleep(level=1)}
+    state = back(
+        away(replica("a", **was), commit_index=7, weight_version="7"), change(seen, version=names)
+    )
+    is_same = known is not None and known == seen.instance
+    expected = ReplicaState.READY if is_same or names == "7" else ReplicaState.STALE
+    assert state_of(state) is expected
+
+
+def test_a_label_that_no_commit_gave_proves_nothing() -> None:
+    """`default` is what every server says before its first version, and so after a restart."""
+    was = {"instance": None, "version": "default", "holds": 1, "sleep": Sleep(level=1)}
+    for committed in (None, "default"):
+        state = away(replica("a", **was), commit_index=1, weight_version=committed)
+        assert state_of(back(state, NAMELESS)) is ReplicaState.STALE
+
+
 def test_a_look_that_did_not_ask_decides_nothing() -> None:
     """One that was on its way when the replica was added again asked for the version alone."""
     state = back(away(replica("a", fence="mixed")), Observation(version="default"))
