@@ -181,7 +181,7 @@ def test_only_what_is_told_in_the_same_words_proves_another_boot(known: str, see
 @pytest.mark.parametrize("names", ["default", "6", "7"])
 def test_an_address_alone_proves_no_committed_weights(known: Any, seen: Any, names: str) -> None:
     """Another boot may be there, with the weights it was started with: its label speaks for it."""
-    was = {"instance": known, "version": "7", "holds": 7, "sleep": Sleep(level=1)}
+    was: dict[str, Any] = {"instance": known, "version": "7", "holds": 7, "sleep": Sleep(level=1)}
     state = back(
         away(replica("a", **was), commit_index=7, weight_version="7"), change(seen, version=names)
     )
@@ -192,7 +192,12 @@ def test_an_address_alone_proves_no_committed_weights(known: Any, seen: Any, nam
 
 def test_a_label_that_no_commit_gave_proves_nothing() -> None:
     """`default` is what every server says before its first version, and so after a restart."""
-    was = {"instance": None, "version": "default", "holds": 1, "sleep": Sleep(level=1)}
+    was: dict[str, Any] = {
+        "instance": None,
+        "version": "default",
+        "holds": 1,
+        "sleep": Sleep(level=1),
+    }
     for committed in (None, "default"):
         state = away(replica("a", **was), commit_index=1, weight_version=committed)
         assert state_of(back(state, NAMELESS)) is ReplicaState.STALE
