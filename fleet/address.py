@@ -39,7 +39,7 @@ def _split(url: str) -> SplitResult:
 
 def _host_and_port(parts: SplitResult, url: str) -> str:
     host = parts.hostname or ""
-    if any(c.isspace() or c in ",\\" for c in host):
+    if any(c.isspace() or c in ",\\" for c in host) or not _can_be_looked_up(host):
         raise ValueError(f"{url!r} has no valid host")
     try:
         port = _DEFAULT_PORTS[parts.scheme] if parts.port is None else parts.port
@@ -48,3 +48,12 @@ def _host_and_port(parts: SplitResult, url: str) -> str:
     if port == 0:
         raise ValueError(f"{url!r}: the port is not a number from 1 to 65535")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _can_be_looked_up(host: str) -> bool:
+    """Whether this could be a name: Python's look-up breaks on empty parts and over-long ones."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 AHEAD_S = 4.0
 """How long an open connection waits for its call; what lies between may forget idle ones."""
 
+NO_WAY = (aiohttp.ClientError, OSError, UnicodeError)
+"""What a call raises that cannot be made; the last is how a look-up refuses what is no name."""
+
 
 class FreshConnections:
     """The way to replicas for calls that must not be repeated; open it with `open_fresh`.
@@ -59,7 +62,7 @@ class FreshConnections:
             await self._openings.get(url, allow_redirects=False)
         except _Opened:
             return
-        except (aiohttp.ClientError, OSError):
+        except NO_WAY:
             self._ahead.pop(url, None)
 
 

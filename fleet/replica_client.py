@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 from aiohttp.abc import AbstractStreamWriter
 
-from fleet.fresh import FreshConnections, open_fresh
+from fleet.fresh import NO_WAY, FreshConnections, open_fresh
 from fleet.outcome import Outcome, Result
 from fleet.wire import FINISH, INIT, START, START_DRAFT, UPDATE
 
@@ -109,7 +109,7 @@ class ReplicaClient:
             outcome = _unreachable(error)
         except (aiohttp.ServerDisconnectedError, ConnectionError, aiohttp.ClientOSError) as error:
             outcome = await self._again(url, call, error)
-        except (aiohttp.ClientError, OSError) as error:
+        except NO_WAY as error:
             outcome = _unreachable(error)
         return msgspec.structs.replace(outcome, elapsed_s=perf_counter() - started)
 
@@ -122,7 +122,7 @@ class ReplicaClient:
         try:
             async with self.pooled.get(f"{url}{path}", headers=self._asking) as response:
                 return await _read(response) if response.status == 200 else b""
-        except (aiohttp.ClientError, OSError):
+        except NO_WAY:
             return b""
 
     async def _again(self, url: str, call: Call, error: Exception) -> Outcome:

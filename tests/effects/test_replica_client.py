@@ -210,6 +210,16 @@ async def test_a_server_that_compresses_on_request_is_still_understood(
 
 
 @pytest.mark.parametrize("fresh", [True, False])
+async def test_what_is_no_name_at_all_is_unreachable(client: ReplicaClient, fresh: bool) -> None:
+    """A store may still have it; an error here would end the look at its siblings, and an init."""
+    url = "http://vllm..svc:8000"
+    await client.open_ahead(url)
+    outcome = await client.call(url, Call("POST", "/update_weights", fresh=fresh))
+    assert outcome.outcome is Result.UNREACHABLE
+    assert await client.read(url, "/metrics") == b""
+
+
+@pytest.mark.parametrize("fresh", [True, False])
 async def test_a_refused_connection_is_unreachable(client: ReplicaClient, fresh: bool) -> None:
     """With the reason, and no exception."""
     with socket.socket() as probe:

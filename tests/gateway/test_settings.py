@@ -101,6 +101,8 @@ def test_replicas_come_as_a_comma_list_or_a_yaml_list(
         ("http://a:x", "'http://a:x': the port is not a number from 1 to 65535"),
         ("http://a:0", "'http://a:0': the port is not a number from 1 to 65535"),
         ("http://a b:1", "'http://a b:1' has no valid host"),
+        ("http://vllm..svc:1", "'http://vllm..svc:1' has no valid host"),
+        (f"http://{'a' * 64}:1", f"'http://{'a' * 64}:1' has no valid host"),
         ("http://[a", "'http://[a' is not a URL: Invalid IPv6 URL"),
         ("http://u:pw@a:1", "a replica's URL carries no user or password; set auth.replica_token"),
         ("http://a:80,http://A", "replica a:80 is listed twice"),
