@@ -26,7 +26,7 @@ from fleet.options import FleetOptions
 from fleet.outcome import Outcome, describe_failures, skipped
 from fleet.performer import Performer
 from fleet.registry import Registry
-from fleet.replica import Replica, Sleep
+from fleet.replica import SESSION_OPEN, Replica, Sleep
 from fleet.replica_client import Call
 from fleet.state import IN_SESSION, ROUND_OPEN, UNSET_VERSION, FleetState, Phase, TrainerPause
 
@@ -123,6 +123,9 @@ class Controls:
             targets, outcomes = self._reachable(state)
             fenced = {r for r in targets if state.replicas[r].fence}
             outcomes |= {r: skipped("fenced: stays paused until a full update") for r in fenced}
+            in_session = {r for r in targets if state.replicas[r].session_open} - fenced
+            outcomes |= {r: skipped(f"stays paused: {SESSION_OPEN}") for r in in_session}
+            fenced |= in_session
             asleep = {r for r in targets if state.replicas[r].sleep} - fenced
             outcomes |= {r: skipped("asleep: resumes when it wakes up") for r in asleep}
             running = [r for r in targets if r not in fenced | asleep]

@@ -222,7 +222,12 @@ class SendResume(Action, frozen=True, kw_only=True):
 
 
 class Unpause(Action, frozen=True, kw_only=True):
-    """Resume `targets` outside of any round."""
+    """Resume `targets` outside of any round, after a bare finish for `close`.
+
+    Whose session may still be open then is not resumed.
+    """
+
+    close: tuple[str, ...] = ()
 
 
 class SendShutdown(Action, frozen=True, kw_only=True):

@@ -84,14 +84,22 @@ def to_pause(state: FleetState) -> tuple[str, ...]:
     return ids_of(r for r in awake if not r.paused or state.pause is None)
 
 
-def to_resume(state: FleetState) -> tuple[str, ...]:
+def to_resume(state: FleetState, among: Iterable[Replica] | None = None) -> tuple[str, ...]:
     """Return whom the round may resume: not over the trainer's pause, never mixed or asleep ones.
 
-    A sleeping server's scheduler is resumed by its own wake-up (vllm/v1/engine/core.py, 0.32).
+    `among` are its members, unless told otherwise. A sleeping server's scheduler is resumed by its
+    own wake-up (vllm/v1/engine/core.py, 0.32).
     """
     if state.pause is not None:
         return ()
-    return ids_of(r for r in state.members() if r.paused and not r.fence and not r.sleep)
+    among = state.members() if among is None else among
+    return ids_of(r for r in among if r.paused and not r.fence and not r.sleep)
+
+
+def may_resume(state: FleetState, ids: Iterable[str]) -> tuple[str, ...]:
+    """Return whom of these a resume does no harm now: an engine that runs in a session dies."""
+    known = (state.replicas.get(replica) for replica in ids)
+    return ids_of(r for r in known if r is not None and r.barred is None)
 
 
 def ids_of(replicas: Iterable[Replica]) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ from fleet.membership import answered_late, marked, sessions_closed
 from fleet.names import Names
 from fleet.options import FleetOptions
 from fleet.outcome import Outcome, Result, had_no_session
-from fleet.parts import to_pause
+from fleet.parts import may_resume, to_pause
 from fleet.replica_client import Call, ReplicaClient
 from fleet.wire import FINISH, INIT, SHUTDOWN, START, START_DRAFT, UPDATE
 
@@ -249,9 +249,10 @@ class Performer:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def _close_now(self, targets: tuple[str, ...]) -> None:
+    async def _close_now(self, targets: tuple[str, ...]) -> Outcomes:
         outcomes = await self._bare_finish(targets)
         await self._ledger.amend(lambda state: sessions_closed(state, outcomes))
+        return outcomes
 
     async def _close_later(self, targets: tuple[str, ...]) -> None:
         try:
@@ -260,9 +261,12 @@ class Performer:
             log.warning("open sessions not written off", extra={"error": error.message})
 
     async def _unpause(self, action: Unpause, errand: Errand) -> None:
+        """Close, then resume; whose session may still be open stays as it is, and is named."""
         with self._gate.acting():
-            outcomes = await self._resume(action.targets)
-        errand.outcomes[Unpause] = outcomes
+            finished = await self._close_now(action.close) if action.close else {}
+            outcomes = await self._resume(may_resume(self._ledger.state, action.targets))
+        still_open = {r: o for r, o in finished.items() if not (o.ok or had_no_session(o))}
+        errand.outcomes[Unpause] = outcomes | still_open
         ok = [r for r, o in outcomes.items() if o.ok]
         await self._ledger.amend(lambda state: marked(state, ok, paused=False))
 

@@ -39,6 +39,9 @@ def naming_of(instance: str | None) -> Naming:
     return Naming.BY_START if instance.startswith(STARTED) else Naming.BY_ITSELF
 
 
+SESSION_OPEN = "its update session may still be open"
+
+
 class ReplicaState(StrEnum):
     """Every state that an operator can see; the words are fixed by the gateway's interface."""
 
@@ -124,6 +127,11 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.topology is not None
 
     @property
+    def barred(self) -> str | None:
+        """Why it must not run, whatever it holds and whoever has paused it; None if it may."""
+        return self.fence or (SESSION_OPEN if self.session_open else None)
+
+    @property
     def reachable(self) -> bool:
         """Whether a call to this server has a chance of being answered now."""
         return self.lost is None and self.wedged is None
@@ -160,7 +168,7 @@ def state_of(
         (replica.draining, ReplicaState.DRAINING, "an operator asked for it"),
         (updating, ReplicaState.UPDATING, "inside start..finish of the open round"),
         (replica.sleep is not None, ReplicaState.ASLEEP, _sleep_reason(replica.sleep)),
-        (replica.fence is not None, ReplicaState.FENCED, replica.fence or ""),
+        (replica.barred is not None, ReplicaState.FENCED, replica.barred or ""),
         (
             replica.holds != commit_index,
             ReplicaState.STALE,

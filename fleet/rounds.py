@@ -281,6 +281,7 @@ def _update_requested(state: FleetState, event: UpdateRequested) -> Step:
     group = group_of(state)
     if event.announces:
         state = change(state, group=change(group, announced_in=round_of(state).id))
+    state = change(state, round=change(round_of(state), touched=True))
     return state, (SendUpdate(targets=group.members),)
 
 
@@ -304,7 +305,7 @@ def _finish_requested(state: FleetState, event: FinishRequested) -> Step:
     if version is None and event.auto_version and not open_round.draft:
         version = str(state.counter + 1)
     full = event.full and not open_round.draft
-    named = change(open_round, version=version, full=full, names_key=event.names_key)
+    named = change(open_round, version=version, full=full, names_key=event.names_key, touched=True)
     state = change(state, round=named)
     return state, (SendFinish(targets=member_ids(state), version=version),)
 
@@ -369,16 +370,31 @@ def _shutdown_requested(state: FleetState, event: ShutdownRequested) -> Step:
 
 
 def _reset_requested(state: FleetState, event: ResetRequested) -> Step:
-    """Abandon what is open; members that may be mixed are fenced and stay paused."""
+    """Abandon what is open; members that may be mixed are fenced and stay paused.
+
+    Where nothing was sent since everyone has started, nothing is mixed: sessions are closed, and
+    whose session is closed is resumed. A later reset tries again with those that were not.
+    """
     archive = archived(state.round, event)
-    was_open = state.round is not None and state.round.result is RoundResult.OPEN
-    in_session = [r.id for r in state.members() if r.session_open] if was_open else []
-    state = changed(state, in_session, fence=f"{name_of(state)} was abandoned by {event.by}")
+    if _may_be_mixed(state):
+        in_session = [r.id for r in state.members() if r.session_open]
+        state = changed(state, in_session, fence=f"{name_of(state)} was abandoned by {event.by}")
     state = changed(state, event.silent, wedged=f"silent when {name_of(state)} was abandoned")
-    resume = to_resume(state)
+    known = state.replicas.values()
+    to_close = [r for r in known if r.session_open and r.reachable and not r.fence]
+    without = [r for r in state.members() if not r.session_open]
+    resume = to_resume(state, among=(*without, *to_close))
     fullest = None if event.new_model else state.fullest
     state = change(state, group=None, round=None, fullest=fullest)
-    return state, (*archive, Unpause(targets=resume))
+    return state, (*archive, Unpause(targets=resume, close=ids_of(to_close)))
+
+
+def _may_be_mixed(state: FleetState) -> bool:
+    """Whether the open round may have changed members, or may do so by what is still on its way."""
+    if state.round is None or state.round.result is not RoundResult.OPEN:
+        return False
+    is_touched = state.round.touched or state.round.updates > 0
+    return is_touched or state.holder is not None or not state.session_was_open
 
 
 def _holder_lost(state: FleetState, event: HolderLost) -> Step:

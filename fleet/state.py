@@ -96,7 +96,10 @@ class PhaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """One weight update: who asked, what it did in each phase, how it ended."""
+    """One weight update: who asked, what it did in each phase, how it ended.
+
+    `touched` says that an update or a finish was sent: then weights and labels may be mixed.
+    """
 
     id: int
     generation: int
@@ -104,6 +107,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     opened_at: float
     draft: bool = False
     updates: int = 0
+    touched: bool = False
     full: bool = False
     version: str | None = None
     result: RoundResult = RoundResult.OPEN
@@ -238,9 +242,12 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_replicas(self, changed: Iterable[Replica]) -> FleetState:
-        """Return the state with these replicas put in the place of those with the same id."""
-        replicas = {**self.replicas, **{replica.id: replica for replica in changed}}
-        return msgspec.structs.replace(self, replicas=replicas)
+        """Return the state with these replicas put in the place of those with the same id.
+
+        It is this very state if that changes nothing, so that nothing need be written.
+        """
+        new = {r.id: r for r in changed if self.replicas.get(r.id) != r}
+        return msgspec.structs.replace(self, replicas={**self.replicas, **new}) if new else self
 
 
 def _is_number(version: str) -> bool:

@@ -173,7 +173,7 @@ async def reset(request: Request, new_model: bool = False) -> Response:
     async def act(_: None) -> dict[str, Any]:
         outcomes = await gateway.coordinator.reset(caller_of(request), new_model=new_model)
         state = gateway.ledger.state
-        fenced = {r.id: r.fence for r in state.replicas.values() if r.fence}
+        fenced = {r.id: r.barred for r in state.replicas.values() if r.barred}
         wedged = {r.id: r.wedged for r in state.replicas.values() if r.wedged}
         view = fleet_view(state, gateway.load(), gateway.gate.closed_since)
         return {"fenced": fenced, "wedged": wedged, "fleet": view, **told(outcomes)}

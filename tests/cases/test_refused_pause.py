@@ -23,6 +23,7 @@ async def test_a_pause_that_fails_resumes_nobody_who_was_paused_before() -> None
     async with case_of() as case:
         await case.first_sync("1")
         await case.start()
+        await case.update()
         await case.ok("/fleet/reset")
         assert [replica.engine.paused for replica in case.replicas] == ["keep"] * 3
         case.replicas[1].faults.add("/pause", "status")

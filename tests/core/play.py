@@ -44,6 +44,7 @@ from fleet.membership import (
     sessions_closed,
 )
 from fleet.outcome import Outcome, Result
+from fleet.parts import may_resume
 from fleet.replica import Topology
 from fleet.rounds import advance
 from fleet.state import FleetState
@@ -146,7 +147,10 @@ class Play(RuleBasedStateMachine):
             outcomes = self.call(action.targets, Engine.finish, draw)
             self.take(sessions_closed(self.state, outcomes))
         elif isinstance(action, Unpause):
-            outcomes = self.call(action.targets, Engine.resume, draw)
+            finished = self.call(action.close, Engine.finish, draw)
+            self.take(sessions_closed(self.state, finished))
+            may_run = may_resume(self.state, action.targets)
+            outcomes = self.call(may_run, Engine.resume, draw)
             ok = [r for r, o in outcomes.items() if o.ok]
             self.take(marked(self.state, ok, paused=False))
         elif type(action) in VERDICTS or isinstance(action, SendResume | SendUndo):

@@ -266,7 +266,7 @@ def test_an_undone_round_is_kept_and_the_next_start_opens_another() -> None:
     assert (state.round.id, state.round.opened_by) == (2, "trainer-9")
 
 
-@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.STARTED, Phase.UPDATING, Phase.FINISHING])
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.UPDATING, Phase.FINISHING])
 def test_a_reset_inside_a_session_fences_the_members_and_resumes_nobody(phase: Phase) -> None:
     """Nobody knows what they hold; they stay paused."""
     state, actions = advance(fleet_in(phase), ResetRequested(now=NOW, by="operator"))

@@ -20,6 +20,7 @@ GRAVEST_FIRST: list[tuple[dict[str, Any], str]] = [
     ({}, "updating"),
     ({"sleep": Sleep(level=1)}, "asleep"),
     ({"fence": "mixed"}, "fenced"),
+    ({"session_open": True}, "fenced"),
     ({"holds": None}, "stale"),
     ({"paused": True}, "paused"),
 ]
@@ -164,3 +165,12 @@ def test_the_calls_of_one_phase_add_up_in_one_record() -> None:
     assert (record.calls, record.elapsed_s, record.started_at) == (2, 4.0, NOW - 2)
     assert record.replicas["a"].elapsed_s == 2 * OK.elapsed_s
     assert state.round.updates == 2
+
+
+def test_facts_that_change_nothing_leave_the_very_same_state() -> None:
+    """The ledger writes nothing then; a late answer must not cost a write in mid-round."""
+    state = fleet_in(Phase.STARTED)
+    assert state.with_replicas(state.replicas.values()) is state
+    assert state.with_replicas([]) is state
+    one = next(iter(state.replicas.values()))
+    assert state.with_replicas([change(one, draining=True)]).replicas[one.id].draining

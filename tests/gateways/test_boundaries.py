@@ -70,7 +70,8 @@ LIVES = {
         (START, UPDATE), (*TO_STARTED, "updating", "failed", "failed"), (UPDATE,)
     ),
     "failed finish": Life(ROUND, (*TO_UPDATED, "finishing", "failed", "failed"), (FINISH,)),
-    "reset": Life((START, RESET), (*TO_STARTED, "idle", "idle")),
+    "reset": Life((START, RESET), (*TO_STARTED, "idle", "idle", "idle")),
+    "late reset": Life((START, UPDATE, RESET), (*TO_UPDATED, "idle", "idle")),
 }
 
 

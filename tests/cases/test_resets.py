@@ -1,0 +1,79 @@
+"""POST /fleet/reset before anything was sent: no weights have changed, so nobody needs healing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.cases.conftest import FINISH, START, case_of, nccl, outcomes_of
+from tests.waiting import wait_until
+
+
+@pytest.mark.parametrize("pause", ["keep", "off"])
+async def test_a_reset_before_the_first_update_lets_the_fleet_go_on_as_before(pause: str) -> None:
+    """Sessions are closed before anybody is resumed; what was held is served by the old weights."""
+    async with case_of(pause_on_update=pause) as case:
+        await case.first_sync("1")
+        case.forget_logs()
+        assert (await case.start()).status_code == 200
+        held = asyncio.ensure_future(case.complete())
+        await case.await_held(1)
+        said = await case.ok("/fleet/reset")
+        assert said["fenced"] == {}
+        assert await case.states() == ["ready"] * 3
+        assert (await held).headers["X-Weight-Version"] == "1"
+        assert [r.engine.session for r in case.replicas] == [None] * 3
+        expected = ["/pause", START, FINISH, "/resume"] if pause == "keep" else [START, FINISH]
+        assert case.all_sent() == [expected] * 3
+        assert [r.log.outcomes["killed"] for r in case.replicas] == [0] * 3
+        assert (await case.rounds())[0]["result"] == "abandoned"
+        await case.first_sync("2")
+
+
+async def test_who_does_not_close_its_session_stays_out_and_is_named() -> None:
+    """Not resumed by anybody, /resume included; a second reset tries again, and then it serves."""
+    async with case_of() as case:
+        await case.first_sync("1")
+        assert (await case.start()).status_code == 200
+        stuck = case.replicas[1]
+        stuck.faults.add(FINISH, "status")
+        answer = await case.post("/fleet/reset")
+        assert answer.json()["fenced"] == {stuck.id: "its update session may still be open"}
+        assert outcomes_of(answer)[stuck.id] == "failed"
+        assert await case.states() == ["ready", "fenced", "ready"]
+        resumed = await case.post("/resume")
+        assert outcomes_of(resumed)[stuck.id] == "skipped"
+        assert stuck.engine.paused == "keep"
+        assert stuck.engine.session is not None
+        for _ in range(4):
+            assert (await case.complete()).headers["X-Fleet-Replica"] != stuck.id
+        assert (await case.ok("/fleet/reset"))["fenced"] == {}
+        assert await case.states() == ["ready"] * 3
+        assert stuck.engine.session is None
+
+
+async def test_the_next_init_closes_what_a_reset_could_not_close() -> None:
+    """Its weights are the committed ones all the time, so not even a full update is needed."""
+    async with case_of() as case:
+        await case.first_sync("1")
+        assert (await case.start()).status_code == 200
+        case.replicas[1].faults.add(FINISH, "status")
+        await case.ok("/fleet/reset")
+        assert await case.states() == ["ready", "fenced", "ready"]
+        assert (await case.init()).status_code == 200
+        await case.sync("2", names=("head",))
+        assert await case.states() == ["ready"] * 3
+
+
+async def test_a_round_that_its_trainer_left_before_the_first_update_ends_without_a_trace() -> None:
+    """The round deadline abandons it as an operator would; nobody has to look after anything."""
+    async with case_of(nccl(2), timeouts={"round_s": 0.4, "probe_s": 0.2}) as case:
+        await case.first_sync("1")
+        assert (await case.start()).status_code == 200
+
+        async def serves() -> bool:
+            return (await case.states()) == ["ready", "ready"]
+
+        await wait_until(serves)
+        assert (await case.complete()).status_code == 200
