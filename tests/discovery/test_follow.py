@@ -268,7 +268,7 @@ async def test_the_gateway_starts_without_an_api_server_and_finds_pods_later() -
             assert (await served.http.get("/livez")).status_code == 200
             assert await served.states() == {}
             await api.come_back()
-            await Cluster(sim, served, api).await_states("ready")
+            await Cluster(sim, served, api).await_states("ready", timeout_s=40)
 
 
 async def test_a_gateway_without_a_store_learns_the_version_from_all_pods_at_once() -> None:
