@@ -12,9 +12,11 @@ set once is not read again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 
+from fleet.errors import StoreUnavailable
 from fleet.state import FleetState, Group
 from fleet.store import Store
 from fleet.wire import SPARSE_BACKENDS
@@ -23,6 +25,10 @@ KEPT_S = 30 * 24 * 3600.0
 """How long a set of names stays known after the last commit that rests on it, or a day less."""
 PROLONGED_S = 24 * 3600.0
 """How often the life of a set is prolonged that rounds go on resting on."""
+
+AWAY_S = 5.0
+AGAIN_S = 0.2
+"""For how long, and how often, names are noted again that the store did not take."""
 
 
 def key_of(generation: int, round_id: int) -> str:
@@ -44,10 +50,21 @@ class Names:
         self._prolonged: dict[str, float] = {}
         self._read: dict[str, frozenset[str]] = {}
 
-    async def announce(self, state: FleetState, names: Iterable[str]) -> None:
-        """Remember names that the open round has announced."""
-        if state.round is not None:
-            await self._add(key_of(state.generation, state.round.id), names)
+    async def announce(self, state: FleetState, names: Sequence[str]) -> None:
+        """Remember names that the open round has announced.
+
+        A store that is away for a moment fails no round: noted twice, they are noted once.
+        """
+        if state.round is None:
+            return
+        key, until = key_of(state.generation, state.round.id), monotonic() + AWAY_S
+        while True:
+            try:
+                return await self._add(key, names)
+            except StoreUnavailable:
+                if monotonic() > until:
+                    raise
+            await asyncio.sleep(AGAIN_S)
 
     async def judge(self, state: FleetState) -> tuple[bool, str | None]:
         """Return whether the open round is full, and the key of the names that it rests on."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from fleet.errors import StoreUnavailable
 from fleet.events import StartRequested, UpdateArrived, UpdateRequested
 from fleet.names import PROLONGED_S, Names, covers, key_of
 from fleet.rounds import advance
@@ -184,3 +185,40 @@ async def test_names_that_a_store_has_lost_are_looked_for_again(store: Store) ->
     assert await names.judge(elsewhere) == (True, key_of(state.generation, 2))
     await store.add_members("names:0:0", ["a", "b"], 60)
     assert await names.judge(elsewhere) == (False, None)
+
+
+class Away:
+    """A store that does not take the names so many times; `None`: never again."""
+
+    def __init__(self, store: Store, times: int | None) -> None:
+        self._store = store
+        self._left = times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def add_members(self, key: str, members: Iterable[str], ttl_s: float) -> None:
+        """Add, unless it is still away."""
+        if self._left == 0:
+            await self._store.add_members(key, members, ttl_s)
+            return
+        self._left = None if self._left is None else self._left - 1
+        raise StoreUnavailable("the store did not answer")
+
+
+async def test_a_store_that_is_away_for_a_moment_gets_the_names_afterwards(store: Store) -> None:
+    """The replicas have the update by then: the round must not fail for that."""
+    state = fleet_in(Phase.UPDATING)
+    await Names(cast("Store", Away(store, times=2))).announce(state, ["a", "b"])
+    assert await store.members(key_of(state.generation, 1)) == {"a", "b"}
+
+
+async def test_names_that_cannot_be_noted_are_told(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round whose names are not all there would pass for a small one, or the first for full."""
+    monkeypatch.setattr("fleet.names.AWAY_S", 0.3)
+    with pytest.raises(StoreUnavailable):
+        await Names(cast("Store", Away(store, times=None))).announce(
+            fleet_in(Phase.UPDATING), ["a"]
+        )
