@@ -60,11 +60,13 @@ class Names:
         key, until = key_of(state.generation, state.round.id), monotonic() + AWAY_S
         while True:
             try:
-                return await self._add(key, names)
+                await self._add(key, names)
             except StoreUnavailable:
                 if monotonic() > until:
                     raise
-            await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(AGAIN_S)
+            else:
+                return
 
     async def judge(self, state: FleetState) -> tuple[bool, str | None]:
         """Return whether the open round is full, and the key of the names that it rests on."""
