@@ -58,6 +58,7 @@ from fleet.options import FleetOptions
 from fleet.outcome import Outcome, Result, had_no_session
 from fleet.parts import may_resume, to_pause
 from fleet.replica_client import Call, ReplicaClient
+from fleet.state import ROUND_OPEN
 from fleet.wire import FINISH, INIT, SHUTDOWN, START, START_DRAFT, UPDATE
 
 log = logging.getLogger(__name__)
@@ -261,14 +262,19 @@ class Performer:
             log.warning("open sessions not written off", extra={"error": error.message})
 
     async def _unpause(self, action: Unpause, errand: Errand) -> None:
-        """Close, then resume; whose session may still be open stays as it is, and is named."""
+        """Close, then resume; whose session may still be open stays as it is, and is named.
+
+        If the next round has begun before, its members are its own: it resumes them in the end.
+        """
         with self._gate.acting():
+            if self._ledger.state.phase in ROUND_OPEN:
+                return
             finished = await self._close_now(action.close) if action.close else {}
             outcomes = await self._resume(may_resume(self._ledger.state, action.targets))
+            ok = [r for r, o in outcomes.items() if o.ok]
+            await self._ledger.amend(lambda state: marked(state, ok, paused=False))
         still_open = {r: o for r, o in finished.items() if not (o.ok or had_no_session(o))}
         errand.outcomes[Unpause] = outcomes | still_open
-        ok = [r for r, o in outcomes.items() if o.ok]
-        await self._ledger.amend(lambda state: marked(state, ok, paused=False))
 
     async def _send_shutdown(self, action: SendShutdown, errand: Errand) -> None:
         await self._phase(action, SHUTDOWN, errand, self._deadlines.control_s)

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from fleet.state import Phase, Round
 from tests.cases.conftest import FINISH, START, case_of, nccl, outcomes_of
 from tests.waiting import wait_until
 
@@ -77,3 +78,32 @@ async def test_a_round_that_its_trainer_left_before_the_first_update_ends_withou
 
         await wait_until(serves)
         assert (await case.complete()).status_code == 200
+
+
+async def test_a_reset_that_comes_to_act_only_in_the_next_round_leaves_that_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its gateway stood still for a moment: the sessions that it finds open are not its own."""
+    async with case_of() as case:
+        await case.first_sync("1")
+        assert (await case.start()).status_code == 200
+        ledger, go_on = case.gateway.ledger, asyncio.Event()
+        archive = ledger.archive
+
+        async def archive_late(finished: Round) -> None:
+            monkeypatch.undo()
+            await go_on.wait()
+            await archive(finished)
+
+        monkeypatch.setattr(ledger, "archive", archive_late)
+        resetting = asyncio.ensure_future(case.post("/fleet/reset"))
+        await ledger.until(lambda state: state.phase is Phase.IDLE)
+        assert (await case.init()).status_code == 200
+        assert (await case.start()).status_code == 200
+        case.forget_logs()
+        go_on.set()
+        assert (await resetting).status_code == 200
+        assert case.all_sent() == [[], [], []]
+        assert (await case.update()).status_code == 200
+        assert (await case.finish("2")).status_code == 200
+        assert await case.states() == ["ready"] * 3
