@@ -163,7 +163,7 @@ def judge(status: int, body: bytes, *, may_decline: bool = True) -> Outcome:
     """
     answer = _decode(body)
     complaint = _complaint(answer, may_decline=may_decline)
-    if status < 300 and complaint is None:
+    if 200 <= status < 300 and complaint is None:
         return Outcome(outcome=Result.OK, status=status, answer=answer)
     detail = complaint or _text(body) or f"HTTP {status}"
     return Outcome(outcome=Result.FAILED, status=status, detail=detail[:DETAIL_CHARS])

@@ -159,6 +159,11 @@ async def test_no_success_is_an_answer_to_a_cache_reset_only(
     assert outcome.detail == (None if outcome.ok else "it broke")
 
 
+def test_an_answer_before_the_answer_is_no_success() -> None:
+    """101, from whatever wants to speak another protocol: nobody has loaded any weights."""
+    assert judge(101, b"").outcome is Result.FAILED
+
+
 @pytest.mark.parametrize("status", [300, 302, 400, 403, 404, 409, 422, 500, 502, 503])
 @pytest.mark.parametrize(
     ("body", "detail"),
