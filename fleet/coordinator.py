@@ -39,6 +39,8 @@ from fleet.events import (
     FinishRequested,
     HolderLost,
     InitRequested,
+    PauseArrived,
+    PauseFailed,
     Requested,
     ResetRequested,
     SendFinish,
@@ -334,6 +336,7 @@ class Coordinator:
                 "again",
             ) from error
         except IllegalTransition as error:
+            await self._take_back_pause(errand)
             raise WrongPhase(
                 f"the round was taken over while this call was on its way ({error.message})",
                 hint="look at GET /fleet, then init again",
@@ -341,6 +344,16 @@ class Coordinator:
         failure = self._failure(errand)
         if failure is not None:
             raise failure
+
+    async def _take_back_pause(self, errand: Errand) -> None:
+        """Resume whom a pause has reached after its round was abandoned: nobody else would."""
+        late = errand.answers[-1] if errand.answers else None
+        if not isinstance(late, PauseArrived | PauseFailed):
+            return
+        try:
+            await self._performer.perform(Unpause(targets=tuple(late.outcomes)), Errand())
+        except FleetError as error:
+            log.warning("late pause not taken back", extra={"error": error.message})
 
     async def _was_overtaken(self, event: Event, errand: Errand) -> bool:
         """Take over the result of an equal call that another gateway was faster with."""

@@ -97,9 +97,12 @@ def to_resume(state: FleetState, among: Iterable[Replica] | None = None) -> tupl
 
 
 def may_resume(state: FleetState, ids: Iterable[str]) -> tuple[str, ...]:
-    """Return whom of these a resume does no harm now: an engine that runs in a session dies."""
+    """Return whom of these a resume does no harm now.
+
+    An engine that runs in a session dies, and one that sleeps is resumed by its own wake-up.
+    """
     known = (state.replicas.get(replica) for replica in ids)
-    return ids_of(r for r in known if r is not None and r.barred is None)
+    return ids_of(r for r in known if r is not None and r.barred is None and not r.sleep)
 
 
 def ids_of(replicas: Iterable[Replica]) -> tuple[str, ...]:

@@ -270,7 +270,9 @@ class Performer:
             if self._ledger.state.phase in ROUND_OPEN:
                 return
             finished = await self._close_now(action.close) if action.close else {}
-            outcomes = await self._resume(may_resume(self._ledger.state, action.targets))
+            state = self._ledger.state
+            targets = may_resume(state, action.targets) if state.pause is None else ()
+            outcomes = await self._resume(targets)
             ok = [r for r, o in outcomes.items() if o.ok]
             await self._ledger.amend(lambda state: marked(state, ok, paused=False))
         still_open = {r: o for r, o in finished.items() if not (o.ok or had_no_session(o))}

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from fleet.state import Phase, Round
-from tests.cases.conftest import FINISH, START, case_of, nccl, outcomes_of
+from tests.cases.conftest import FINISH, START, case_of, check_error, nccl, outcomes_of
 from tests.waiting import wait_until
 
 
@@ -107,3 +107,30 @@ async def test_a_reset_that_comes_to_act_only_in_the_next_round_leaves_that_alon
         assert (await case.update()).status_code == 200
         assert (await case.finish("2")).status_code == 200
         assert await case.states() == ["ready"] * 3
+
+
+async def test_a_pause_that_is_still_on_its_way_when_its_round_is_abandoned_is_taken_back() -> None:
+    """It reaches its replica after the reset's resume; paused for ever, that would count as ready."""
+    async with case_of(nccl(2)) as case:
+        await case.first_sync("1")
+        late = case.replicas[0]
+        late.faults.add("/pause", "delay", seconds=1.0)
+        starting = asyncio.ensure_future(case.start())
+        await case.gateway.ledger.until(lambda state: state.phase is Phase.PAUSING)
+        assert (await case.ok("/fleet/reset"))["fenced"] == {}
+        check_error(await starting, 409, "taken over")
+        assert [replica.engine.paused for replica in case.replicas] == [None, None]
+        assert await case.states() == ["ready", "ready"]
+
+
+async def test_a_late_pause_is_not_taken_back_over_the_trainers_own() -> None:
+    """Which has come meanwhile, and outlives every round."""
+    async with case_of(nccl(2)) as case:
+        await case.first_sync("1")
+        case.replicas[0].faults.add("/pause", "delay", seconds=1.0)
+        starting = asyncio.ensure_future(case.start())
+        await case.gateway.ledger.until(lambda state: state.phase is Phase.PAUSING)
+        await case.ok("/fleet/reset")
+        await case.ok("/pause?mode=keep")
+        check_error(await starting, 409, "taken over")
+        assert [replica.engine.paused for replica in case.replicas] == ["keep", "keep"]

@@ -61,6 +61,7 @@ def test_who_does_not_answer_the_finish_is_not_resumed_and_takes_no_rollouts() -
     state, unpause = reset(fleet_in(Phase.STARTED))
     state = sessions_closed(state, {"a": OK, "b": TIMEOUT, "c": OK})
     assert may_resume(state, unpause.targets) == ("a", "c")
+    assert may_resume(marked(state, "a", sleep=Sleep(level=1)), unpause.targets) == ("c",)
     found = {r.id: (name, why) for r, name, why in state.states()}
     assert found["b"] == (ReplicaState.FENCED, "its update session may still be open")
     assert found["a"][0] is ReplicaState.PAUSED
