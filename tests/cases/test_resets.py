@@ -110,7 +110,7 @@ async def test_a_reset_that_comes_to_act_only_in_the_next_round_leaves_that_alon
 
 
 async def test_a_pause_that_is_still_on_its_way_when_its_round_is_abandoned_is_taken_back() -> None:
-    """It reaches its replica after the reset's resume; paused for ever, that would count as ready."""
+    """It reaches its replica after the reset's resume; paused for ever, it would count as ready."""
     async with case_of(nccl(2)) as case:
         await case.first_sync("1")
         late = case.replicas[0]
