@@ -71,7 +71,7 @@ LIVES = {
     ),
     "failed finish": Life(ROUND, (*TO_UPDATED, "finishing", "failed", "failed"), (FINISH,)),
     "reset": Life((START, RESET), (*TO_STARTED, "idle", "idle", "idle")),
-    "late reset": Life((START, UPDATE, RESET), (*TO_UPDATED, "idle", "idle")),
+    "late reset": Life((START, UPDATE, RESET), (*TO_UPDATED, "idle")),
 }
 
 
