@@ -10,8 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter, time
@@ -62,9 +70,6 @@ from fleet.state import ROUND_OPEN
 from fleet.wire import FINISH, INIT, SHUTDOWN, START, START_DRAFT, UPDATE
 
 log = logging.getLogger(__name__)
-
-CALLS_FIRST_S = 0.002
-"""How long to let the calls of a phase go out before connections for the next are opened."""
 
 A = TypeVar("A", bound=Answered)
 Outcomes = dict[str, Outcome]
@@ -175,11 +180,11 @@ class Performer:
     async def _pause(self, targets: tuple[str, ...]) -> Outcomes:
         mode = self._options.pause_on_update
         if targets:
-            self._open_ahead(self._ledger.state.member_ids)
             query = urlencode({"mode": mode, "clear_cache": "true"})
-            return await self.ask(
-                targets, lambda _: Call("POST", "/pause", query), self.pause_deadline(mode)
-            )
+            with self._opening_ahead(self._ledger.state.member_ids):
+                return await self.ask(
+                    targets, lambda _: Call("POST", "/pause", query), self.pause_deadline(mode)
+                )
         if mode == "off" and self._ledger.state.pause is None:
             async with asyncio.timeout(self._deadlines.gate_s):
                 await self._gate.drained()
@@ -192,14 +197,14 @@ class Performer:
     async def _send_start(self, action: SendStart, errand: Errand) -> Answered:
         started = perf_counter()
         path = START_DRAFT if action.draft else START
-        self._open_ahead(action.targets)
-        outcomes = await self._phase(action, path, errand, self._deadlines.start_s)
+        with self._opening_ahead(action.targets):
+            outcomes = await self._phase(action, path, errand, self._deadlines.start_s)
         return self._judge(StartArrived, StartFailed, action, outcomes, started)
 
     async def _send_update(self, action: SendUpdate, errand: Errand) -> Answered:
         started = perf_counter()
-        self._open_ahead(action.targets)
-        outcomes = await self._collective(action, UPDATE, errand, self._deadlines.update_s)
+        with self._opening_ahead(action.targets):
+            outcomes = await self._collective(action, UPDATE, errand, self._deadlines.update_s)
         return self._judge(UpdateArrived, UpdateFailed, action, outcomes, started)
 
     async def _send_finish(self, action: SendFinish, errand: Errand) -> Answered:
@@ -342,18 +347,19 @@ class Performer:
         if failed:
             raise failed[0]
 
-    def _open_ahead(self, targets: Iterable[str]) -> None:
+    @contextmanager
+    def _opening_ahead(self, targets: Iterable[str]) -> Generator[None]:
         """Open connections for the next phase while the replicas are at work on this one."""
-
-        async def open_all() -> None:
-            await asyncio.sleep(CALLS_FIRST_S)
-            known = self._ledger.state.replicas
-            urls = {r: known[r].url for r in targets if r in known}
-            await self._fan_out.look(
-                {r: partial(self._client.open_ahead, u) for r, u in urls.items()}
-            )
-
-        self._fan_out.spawn(open_all(), name="open connections ahead")
+        known, over = self._ledger.state.replicas, asyncio.Event()
+        openings = {
+            r: partial(self._client.open_ahead, known[r].url) for r in targets if r in known
+        }
+        work = self._fan_out.trickle(openings, over)
+        self._fan_out.spawn(work, name="open connections ahead")
+        try:
+            yield
+        finally:
+            over.set()
 
     async def _call(self, replica: str, call_of: Callable[[str], Call]) -> Outcome:
         known = self._ledger.state.replicas.get(replica)

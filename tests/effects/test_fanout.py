@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
-from fleet.fanout import Attempt, FanOut
+from fleet.fanout import TRICKLE, Attempt, FanOut
 from fleet.outcome import Outcome, Result
 from fleet.owner import task_owner
 from tests.fleets import FAILED, OK, UNREACHABLE
@@ -287,3 +289,64 @@ async def test_a_bug_in_one_look_cancels_the_others(fan_out: FanOut) -> None:
     assert await fan_out.look({"a": seen}) == {"a": "fine"}
     with pytest.raises(ExceptionGroup):
         await fan_out.look({"a": endless, "b": broken})
+
+
+async def test_what_saves_time_is_done_a_few_at_a_time_and_to_its_end(fan_out: FanOut) -> None:
+    """A burst of hundreds would keep the loop from those who are waited for."""
+    at_once, most, done = 0, 0, list[int]()
+
+    async def attempt(number: int) -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0)
+        at_once -= 1
+        done.append(number)
+
+    wanted = {str(n): partial(attempt, n) for n in range(50)}
+    await fan_out.trickle(wanted, asyncio.Event())
+    assert sorted(done) == list(range(50))
+    assert most == TRICKLE
+
+
+async def test_what_saves_time_stops_when_its_time_is_over(fan_out: FanOut) -> None:
+    """What is left would take time from those for whom it was to save some."""
+    over, done = asyncio.Event(), list[int]()
+
+    async def attempt(number: int) -> None:
+        done.append(number)
+        over.set()
+
+    await fan_out.trickle({str(n): partial(attempt, n) for n in range(50)}, over)
+    assert len(done) == TRICKLE
+
+
+async def test_what_saves_time_waits_while_the_loop_is_busy(fan_out: FanOut) -> None:
+    """Nothing is saved by what others must wait for."""
+    over, done = asyncio.Event(), list[int]()
+
+    async def attempt() -> None:
+        done.append(1)
+
+    async def others() -> None:
+        for _ in range(20):
+            time.sleep(0.01)  # noqa: ASYNC251 - that is what keeps a loop busy
+            await asyncio.sleep(0)
+        assert not done
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fan_out.trickle({"a": attempt}, over))
+        group.create_task(others())
+    assert done
+
+
+async def test_a_bug_in_what_saves_time_ends_nothing_else(
+    fan_out: FanOut, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its task belongs to the group that carries the gateway."""
+
+    async def attempt() -> None:
+        raise RuntimeError("a bug")
+
+    await fan_out.trickle({"a": attempt}, asyncio.Event())
+    assert "what was to save time" in caplog.text
