@@ -66,6 +66,7 @@ from fleet.options import FleetOptions
 from fleet.outcome import Outcome, Result, had_no_session
 from fleet.parts import may_resume, to_pause
 from fleet.replica_client import Call, ReplicaClient
+from fleet.rounds import IllegalTransition
 from fleet.state import ROUND_OPEN
 from fleet.wire import FINISH, INIT, SHUTDOWN, START, START_DRAFT, UPDATE
 
@@ -219,8 +220,10 @@ class Performer:
     async def _send_resume(self, action: SendResume, errand: Errand) -> Answered:
         started = perf_counter()
         await self._gate.informed()
-        cleared = await self._reset_caches() if action.reset_caches else True
-        outcomes = await self._resume(action.targets)
+        with self._gate.acting():
+            self._check_held(errand)
+            cleared = await self._reset_caches() if action.reset_caches else True
+            outcomes = await self._resume(action.targets)
         errand.outcomes[SendResume] = outcomes
         elapsed = perf_counter() - started
         return Resumed(now=time(), outcomes=outcomes, elapsed_s=elapsed, cleared=cleared)
@@ -228,13 +231,25 @@ class Performer:
     async def _send_undo(self, action: SendUndo, errand: Errand) -> Answered:
         """Close, then resume; an engine that resumed with its session open would die."""
         started = perf_counter()
-        finished = await self._bare_finish(action.targets)
-        closed = tuple(r for r, o in finished.items() if o.ok or had_no_session(o))
-        still_open = {r: o for r, o in finished.items() if r not in closed}
-        resumed = await self._resume(tuple(r for r in action.resume if r not in still_open))
+        with self._gate.acting():
+            self._check_held(errand)
+            finished = await self._bare_finish(action.targets)
+            closed = tuple(r for r, o in finished.items() if o.ok or had_no_session(o))
+            still_open = {r: o for r, o in finished.items() if r not in closed}
+            resumed = await self._resume(tuple(r for r in action.resume if r not in still_open))
         outcomes = {r: finished[r] for r in closed if finished[r].ok} | resumed | still_open
         elapsed = perf_counter() - started
         return Undone(now=time(), outcomes=outcomes, elapsed_s=elapsed, closed=closed)
+
+    def _check_held(self, errand: Errand) -> None:
+        """Raise IllegalTransition if the fleet is not this call's any more.
+
+        Its round was abandoned, and the next one may have begun: to close and to resume would break
+        that. Within `acting`, since the next round waits for whoever comes to act before it.
+        """
+        holder = self._ledger.state.holder
+        if (holder.token if holder else None) != errand.token:
+            raise IllegalTransition("its members were let go meanwhile")
 
     # -- what surrounds a round --------------------------------------------------------------------
 

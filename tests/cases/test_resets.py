@@ -6,8 +6,18 @@ import asyncio
 
 import pytest
 
+from fleet.sim import SimReplica
 from fleet.state import Phase, Round
-from tests.cases.conftest import FINISH, START, case_of, check_error, nccl, outcomes_of
+from tests.cases.conftest import (
+    FINISH,
+    START,
+    Case,
+    case_of,
+    check_error,
+    nccl,
+    outcomes_of,
+    posts,
+)
 from tests.waiting import wait_until
 
 
@@ -134,3 +144,62 @@ async def test_a_late_pause_is_not_taken_back_over_the_trainers_own() -> None:
         await case.ok("/pause?mode=keep")
         check_error(await starting, 409, "taken over")
         assert [replica.engine.paused for replica in case.replicas] == ["keep", "keep"]
+
+
+async def begins_anew(case: Case) -> None:
+    """The operator abandons the round, and a trainer opens the next one at once."""
+    await case.ok("/fleet/reset")
+    assert (await case.init()).status_code == 200
+    assert (await case.start()).status_code == 200
+
+
+def in_session(case: Case) -> list[bool]:
+    """Which of the engines are between start and finish, and at rest."""
+    engines = [replica.engine for replica in case.replicas]
+    return [engine.session is not None and engine.paused == "keep" for engine in engines]
+
+
+async def test_the_next_round_waits_for_the_abandoned_one_to_be_undone() -> None:
+    """A finish that comes late would close the new session, a resume let a frozen rollout run."""
+    async with case_of(nccl(2)) as case:
+        await case.first_sync("1")
+        slow, refuses = case.replicas
+        refuses.faults.add(START, "status", times=1)
+        slow.faults.add(FINISH, "delay", seconds=1.0, times=1)
+        starting = asyncio.ensure_future(case.start())
+        await wait_until(lambda: has_heard(slow, FINISH, 2))
+        await begins_anew(case)
+        check_error(await starting, 409, "taken over")
+        assert in_session(case) == [True, True]
+        assert (await case.update()).status_code == 200
+        assert (await case.finish("2")).status_code == 200
+        assert await case.states() == ["ready", "ready"]
+
+
+async def has_heard(replica: SimReplica, path: str, times: int) -> bool:
+    """Whether so many calls have come here on this path."""
+    return len(posts(replica, path)) == times
+
+
+async def test_a_commit_that_comes_to_resume_only_in_the_next_round_resumes_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had to wait for a gateway that did not answer; the engines are the next round's now."""
+    async with case_of(nccl(2)) as case:
+        await case.first_sync("1")
+        await case.start()
+        await case.update()
+        waits, go_on = asyncio.Event(), asyncio.Event()
+
+        async def informed_late() -> None:
+            waits.set()
+            await go_on.wait()
+
+        monkeypatch.setattr(case.gateway.peers, "informed", informed_late)
+        finishing = asyncio.ensure_future(case.finish("2"))
+        await waits.wait()
+        monkeypatch.undo()
+        await begins_anew(case)
+        go_on.set()
+        check_error(await finishing, 409, "taken over")
+        assert in_session(case) == [True, True]
