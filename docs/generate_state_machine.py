@@ -9,9 +9,9 @@ import inspect
 import sys
 from pathlib import Path
 
-from fleet import events
-from fleet.events import Event
-from fleet.rounds import TRANSITIONS
+from fleet.rules import events
+from fleet.rules.events import Event
+from fleet.rules.rounds import TRANSITIONS
 
 PAGE = Path(__file__).with_name("state-machine.md")
 
@@ -21,7 +21,7 @@ def render() -> str:
     lines = [
         "# The state machine of a weight update",
         "",
-        "Written by `docs/generate_state_machine.py` from `fleet/rounds.py`; do not edit by hand.",
+        "Written by `docs/generate_state_machine.py` from `fleet/rules/rounds.py`, not by hand.",
         "An event without a row for the phase is refused, and changes nothing.",
         "",
         "| phase | event | next phase |",

@@ -15,20 +15,20 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from fleet.bodies import check_version
 from fleet.errors import BadInput, DeadlinePassed, MemberFailed, PauseNotReached, WrongPhase
-from fleet.explain import count_states, failure_kind
-from fleet.gate import Gate
-from fleet.layout import count_workers
+from fleet.facts.layout import count_workers
+from fleet.facts.options import FleetOptions
+from fleet.facts.outcome import Outcome, describe_failures, skipped
+from fleet.facts.replica import SESSION_OPEN, Replica, Sleep
+from fleet.facts.state import IN_SESSION, ROUND_OPEN, UNSET_VERSION, FleetState, Phase, TrainerPause
+from fleet.gateways.gate import Gate
 from fleet.ledger import Ledger
-from fleet.membership import candidates_for, common_backend, marked, relabelled
-from fleet.options import FleetOptions
-from fleet.outcome import Outcome, describe_failures, skipped
 from fleet.performer import Performer
-from fleet.registry import Registry
-from fleet.replica import SESSION_OPEN, Replica, Sleep
-from fleet.replica_client import Call
-from fleet.state import IN_SESSION, ROUND_OPEN, UNSET_VERSION, FleetState, Phase, TrainerPause
+from fleet.replicas.registry import Registry
+from fleet.replicas.replica_client import Call
+from fleet.rules.bodies import check_version
+from fleet.rules.explain import count_states, failure_kind
+from fleet.rules.membership import candidates_for, common_backend, marked, relabelled
 
 change = msgspec.structs.replace
 

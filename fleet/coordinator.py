@@ -19,9 +19,6 @@ from uuid import uuid4
 
 import msgspec
 
-from fleet import wire
-from fleet.bodies import FinishBody, InitBody, UpdateBody, check_version
-from fleet.calls import CallId, Holder
 from fleet.errors import (
     DeadlinePassed,
     FleetError,
@@ -31,7 +28,20 @@ from fleet.errors import (
     StoreUnavailable,
     WrongPhase,
 )
-from fleet.events import (
+from fleet.facts.calls import CallId, Holder
+from fleet.facts.layout import Layout, lay_out
+from fleet.facts.options import FleetOptions
+from fleet.facts.outcome import Outcome
+from fleet.facts.replica import Replica
+from fleet.facts.state import Group
+from fleet.gateways.retries import Calls
+from fleet.ledger import Ledger
+from fleet.performer import Errand, Performer
+from fleet.replicas.fanout import FanOut
+from fleet.replicas.registry import Registry
+from fleet.rules import wire
+from fleet.rules.bodies import FinishBody, InitBody, UpdateBody, check_version
+from fleet.rules.events import (
     Action,
     Answered,
     CommitRequested,
@@ -54,26 +64,16 @@ from fleet.events import (
     Unpause,
     UpdateRequested,
 )
-from fleet.explain import error_of, what_next
-from fleet.fanout import FanOut
-from fleet.holding import is_told
-from fleet.layout import Layout, lay_out
-from fleet.ledger import Ledger
-from fleet.membership import (
+from fleet.rules.explain import error_of, what_next
+from fleet.rules.holding import is_told
+from fleet.rules.membership import (
     candidates_for,
     check_still_whole,
     common_backend,
     form_group,
     in_collective,
 )
-from fleet.options import FleetOptions
-from fleet.outcome import Outcome
-from fleet.performer import Errand, Performer
-from fleet.registry import Registry
-from fleet.replica import Replica
-from fleet.retries import Calls
-from fleet.rounds import IllegalTransition, advance
-from fleet.state import Group
+from fleet.rules.rounds import IllegalTransition, advance
 
 log = logging.getLogger(__name__)
 

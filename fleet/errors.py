@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fleet.outcome import Outcome
+    from fleet.facts.outcome import Outcome
 
 
 class FleetError(Exception):

@@ -14,12 +14,12 @@ from contextlib import suppress
 from time import time
 
 from fleet.discovery.base import Source
-from fleet.endpoint import Snapshot
 from fleet.errors import StoreUnavailable
+from fleet.facts.endpoint import Snapshot
+from fleet.facts.replica import Replica
+from fleet.facts.state import FleetState
 from fleet.ledger import Ledger
-from fleet.replica import Replica
-from fleet.roster import View, acted_on, excuse, next_due, see, settle, uids_from
-from fleet.state import FleetState
+from fleet.rules.roster import View, acted_on, excuse, next_due, see, settle, uids_from
 
 log = logging.getLogger(__name__)
 

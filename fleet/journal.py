@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from fleet.errors import StoreUnavailable
-from fleet.events import Answered, Event
-from fleet.moments import utc
-from fleet.state import UNSET_VERSION, FleetState
+from fleet.facts.moments import utc
+from fleet.facts.state import UNSET_VERSION, FleetState
+from fleet.rules.events import Answered, Event
 from fleet.store import Record, Store
 
 log = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from uuid import uuid4
 import msgspec
 
 from fleet.errors import FleetError, StoreUnavailable, WrongPhase
-from fleet.events import Action, Event
-from fleet.rounds import advance
-from fleet.state import FleetState, Round
+from fleet.facts.state import FleetState, Round
+from fleet.rules.events import Action, Event
+from fleet.rules.rounds import advance
 from fleet.store import Store
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 
 from fleet.errors import StoreUnavailable
-from fleet.state import FleetState, Group
+from fleet.facts.state import FleetState, Group
+from fleet.rules.wire import SPARSE_BACKENDS
 from fleet.store import Store
-from fleet.wire import SPARSE_BACKENDS
 
 KEPT_S = 30 * 24 * 3600.0
 """How long a set of names stays known after the last commit that rests on it, or a day less."""

@@ -28,9 +28,17 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from fleet.barrier import arrivals
 from fleet.errors import StoreUnavailable
-from fleet.events import (
+from fleet.facts.options import FleetOptions
+from fleet.facts.outcome import Outcome, Result, had_no_session
+from fleet.facts.state import ROUND_OPEN
+from fleet.gateways.gate import Gate
+from fleet.ledger import Ledger
+from fleet.names import Names
+from fleet.replicas.fanout import FanOut
+from fleet.replicas.replica_client import Call, ReplicaClient
+from fleet.rules.barrier import arrivals
+from fleet.rules.events import (
     Action,
     Answered,
     Archive,
@@ -57,18 +65,10 @@ from fleet.events import (
     UpdateArrived,
     UpdateFailed,
 )
-from fleet.fanout import FanOut
-from fleet.gate import Gate
-from fleet.ledger import Ledger
-from fleet.membership import answered_late, marked, sessions_closed
-from fleet.names import Names
-from fleet.options import FleetOptions
-from fleet.outcome import Outcome, Result, had_no_session
-from fleet.parts import may_resume, to_pause
-from fleet.replica_client import Call, ReplicaClient
-from fleet.rounds import IllegalTransition
-from fleet.state import ROUND_OPEN
-from fleet.wire import FINISH, INIT, SHUTDOWN, START, START_DRAFT, UPDATE
+from fleet.rules.membership import answered_late, marked, sessions_closed
+from fleet.rules.parts import may_resume, to_pause
+from fleet.rules.rounds import IllegalTransition
+from fleet.rules.wire import FINISH, INIT, SHUTDOWN, START, START_DRAFT, UPDATE
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from fleet.controls import Controls
 from fleet.coordinator import Coordinator
 from fleet.errors import FleetError
 from fleet.ledger import Ledger
-from fleet.overdue import Limits, overdue
-from fleet.registry import Registry
-from fleet.restart import Restart
+from fleet.replicas.registry import Registry
+from fleet.replicas.restart import Restart
+from fleet.rules.overdue import Limits, overdue
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from fleet.controls import Controls
-from fleet.outcome import Outcome
+from fleet.facts.outcome import Outcome
 from gateway.aborts import Plan, aborted_answer
 from gateway.rollouts import Rollouts
 from gateway.routes.answers import count_of
 
 if TYPE_CHECKING:
-    from fleet.peers import Peers
+    from fleet.gateways.peers import Peers
 
 ELSEWHERE_S = 1.0
 """How long to wait for other gateways; one that does not answer has its rollouts all the same."""

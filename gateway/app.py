@@ -20,18 +20,18 @@ from starlette.exceptions import HTTPException
 from fleet.controls import Controls
 from fleet.coordinator import Coordinator
 from fleet.errors import FleetError
-from fleet.fanout import FanOut
+from fleet.facts.options import Deadlines, FleetOptions, Placement
 from fleet.follow import begin_to_follow
+from fleet.gateways.peers import Peers
+from fleet.gateways.retries import Calls
 from fleet.journal import Journal
 from fleet.ledger import Ledger
-from fleet.options import Deadlines, FleetOptions, Placement
-from fleet.overdue import Limits
 from fleet.owner import task_owner
-from fleet.peers import Peers
 from fleet.performer import Performer
-from fleet.registry import Registry
-from fleet.replica_client import ReplicaClient, open_client
-from fleet.retries import Calls
+from fleet.replicas.fanout import FanOut
+from fleet.replicas.registry import Registry
+from fleet.replicas.replica_client import ReplicaClient, open_client
+from fleet.rules.overdue import Limits
 from fleet.store import ANSWER_TIMEOUT_S, Store, open_store
 from fleet.watchdog import Watchdog
 from gateway.aborting import abort_here

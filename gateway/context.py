@@ -8,13 +8,13 @@ from fastapi import Request
 
 from fleet.controls import Controls
 from fleet.coordinator import Coordinator
-from fleet.gate import Load
+from fleet.gateways.gate import Load
+from fleet.gateways.peers import Peers
 from fleet.journal import Journal
 from fleet.ledger import Ledger
-from fleet.peers import Peers
-from fleet.registry import Registry
-from fleet.replica_client import ReplicaClient
-from fleet.restart import Restart
+from fleet.replicas.registry import Registry
+from fleet.replicas.replica_client import ReplicaClient
+from fleet.replicas.restart import Restart
 from fleet.store import Store
 from fleet.watchdog import Watchdog
 from gateway.desk import Desk

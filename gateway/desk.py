@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 
-from fleet.calls import CallId
 from fleet.errors import DeadlinePassed, FleetError, StoreUnavailable
+from fleet.facts.calls import CallId
+from fleet.facts.state import FleetState
 from fleet.ledger import Ledger
-from fleet.membership import membership
-from fleet.state import FleetState
+from fleet.rules.membership import membership
 from gateway.asgi import ClientGone, header, read_body
 from gateway.auth import Right, authorise
 from gateway.errors import status_of

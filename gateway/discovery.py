@@ -12,7 +12,7 @@ from fleet.discovery.base import Source
 from fleet.discovery.dns import NameSource
 from fleet.discovery.kubernetes import PodSource
 from fleet.discovery.restart import PodRestart
-from fleet.restart import CommandRestart, HookRestart, Restart
+from fleet.replicas.restart import CommandRestart, HookRestart, Restart
 from gateway.settings import SettingsError
 from gateway.settings_model import DiscoveryKind, Settings
 

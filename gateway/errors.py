@@ -57,7 +57,7 @@ def body_of(error: FleetError) -> bytes:
 def name_of(error: FleetError) -> str:
     """Return the error's name in the tree, which is what clients know; a rule's own kind is inner.
 
-    Modules that refine an error for themselves (fleet/rounds.py: IllegalTransition) do not show.
+    Modules that refine an error for themselves (IllegalTransition in rounds.py) do not show.
     """
     return next(k.__name__ for k in type(error).__mro__ if k.__module__ in TREE)
 

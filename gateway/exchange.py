@@ -20,8 +20,8 @@ from time import monotonic
 from typing import Protocol
 
 from fleet.errors import FleetError, MemberFailed, NoEligibleReplica
-from fleet.outcome import Outcome, Result
-from fleet.replica import Replica
+from fleet.facts.outcome import Outcome, Result
+from fleet.facts.replica import Replica
 from gateway.accounts import TAIL_BYTES, Account
 from gateway.gate import Ticket
 from gateway.heads import REPLACED_IN_ANSWER, Headers, passed_on

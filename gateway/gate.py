@@ -18,9 +18,9 @@ from math import inf
 from time import monotonic, time
 
 from fleet.errors import DeadlinePassed, GateOverflow, NoEligibleReplica
-from fleet.gate import Load
-from fleet.replica import Replica
-from fleet.state import UNSET_VERSION, FleetState
+from fleet.facts.replica import Replica
+from fleet.facts.state import UNSET_VERSION, FleetState
+from fleet.gateways.gate import Load
 from gateway.routing import POLICIES
 from gateway.settings_model import Gate as GateSettings
 from gateway.settings_model import GateMode

@@ -20,9 +20,9 @@ from prometheus_client.core import (
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from fleet.gate import Load
-from fleet.replica import ReplicaState
-from fleet.state import UNSET_VERSION, FleetState, Phase
+from fleet.facts.replica import ReplicaState
+from fleet.facts.state import UNSET_VERSION, FleetState, Phase
+from fleet.gateways.gate import Load
 from gateway.gate import RolloutGate
 
 SERIES_KEPT = 64

@@ -24,7 +24,7 @@ from pydantic import (
     field_validator,
 )
 
-from fleet.address import normalise_url, replica_id
+from fleet.facts.address import normalise_url, replica_id
 from fleet.store import check_store_url
 
 KIB: Final = 1024

@@ -5,7 +5,7 @@ replayed if the same Idempotency-Key came with both; or if every caller's connec
 the answer could be handed over, and the fleet still stands where the call left it. Otherwise an
 identical body is a new call: chunks may look alike, and a pause may be asked for again after a
 resume. Nothing is ever fanned out twice for one call (a second collective would hang everyone).
-What other gateways have carried is met deeper down (fleet/retries.py).
+What other gateways have carried is met deeper down (fleet/gateways/retries.py).
 
 The work runs in the gateway's task group, so a caller that leaves does not stop it half way.
 """

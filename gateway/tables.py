@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fleet.moments import ago
+from fleet.facts.moments import ago
 
 Answer = dict[str, Any]
 

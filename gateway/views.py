@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from fleet.gate import Load
-from fleet.membership import membership
-from fleet.replica import Replica, ReplicaState
-from fleet.state import UNSET_VERSION, FleetState, Round
+from fleet.facts.replica import Replica, ReplicaState
+from fleet.facts.state import UNSET_VERSION, FleetState, Round
+from fleet.gateways.gate import Load
+from fleet.rules.membership import membership
 
 
 def fleet_view(state: FleetState, load: Load, closed_since: float | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Several processes that serve one port: started, watched, replaced, and stopped together.
 
-Each is a whole gateway of its own and meets the others in the store (fleet/peers.py). The kernel
-spreads connections over them (SO_REUSEPORT, Linux 3.9), so none of them waits for another.
+Each is a whole gateway of its own and meets the others in the store (fleet/gateways/peers.py). The
+kernel spreads connections over them (SO_REUSEPORT, Linux 3.9), so none of them waits for another.
 """
 
 from __future__ import annotations

@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fleet.events import (
+from fleet.facts.layout import lay_out
+from fleet.facts.outcome import Outcome, Result
+from fleet.facts.replica import Replica, Topology
+from fleet.facts.state import FleetState, Group, Phase
+from fleet.rules.events import (
     CommitRequested,
     Event,
     FinishArrived,
@@ -29,12 +33,8 @@ from fleet.events import (
     UpdateFailed,
     UpdateRequested,
 )
-from fleet.layout import lay_out
-from fleet.membership import candidates_for, form_group
-from fleet.outcome import Outcome, Result
-from fleet.replica import Replica, Topology
-from fleet.rounds import advance
-from fleet.state import FleetState, Group, Phase
+from fleet.rules.membership import candidates_for, form_group
+from fleet.rules.rounds import advance
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from fleet.client.errors import BY_NAME, BY_STATUS, FleetError, Told, Unavailable
-from fleet.outcome import Outcome, Result
+from fleet.facts.outcome import Outcome, Result
 
 _LONGEST_QUOTE = 500
 

@@ -39,7 +39,7 @@ from fleet.client.errors import (
 )
 from fleet.client.ranks import Stop, TrainerRanks
 from fleet.client.sync import FleetWeightSyncClient
-from fleet.outcome import Result
+from fleet.facts.outcome import Result
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fleet import errors
-from fleet.outcome import Outcome
+from fleet.facts.outcome import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Discovery: the sources that list replicas, each in the same words (`fleet.endpoint`)."""
+"""Discovery: the sources that list replicas, each in the same words (`fleet.facts.endpoint`)."""

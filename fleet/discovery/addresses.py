@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from fleet.endpoint import Endpoint, Origin
+from fleet.facts.endpoint import Endpoint, Origin
 
 FORGET_S = 600.0
 """How long a missing address may come back as the same replica."""

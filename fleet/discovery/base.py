@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from fleet.endpoint import Snapshot
+from fleet.facts.endpoint import Snapshot
 
 Tell = Callable[[Snapshot], None]
 

@@ -19,7 +19,7 @@ from dns.resolver import NXDOMAIN
 
 from fleet.discovery.addresses import Addresses, after_answer, endpoints_of
 from fleet.discovery.base import Tell
-from fleet.endpoint import Snapshot
+from fleet.facts.endpoint import Snapshot
 
 log = logging.getLogger(__name__)
 

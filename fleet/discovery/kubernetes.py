@@ -7,7 +7,7 @@ minutes the clock make it list again: whatever was missed, even a lost DELETED, 
 watch is short, and its reader waits only a little longer than it, so a connection that has silently
 died is noticed.
 
-What it does not do: decide anything about replicas (`fleet/roster.py`).
+What it does not do: decide anything about replicas (`fleet/rules/roster.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fleet.discovery.pods import (
     after_event,
     endpoints_of,
 )
-from fleet.endpoint import Snapshot
+from fleet.facts.endpoint import Snapshot
 
 log = logging.getLogger(__name__)
 

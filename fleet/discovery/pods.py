@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from fleet.endpoint import Endpoint, Origin
-from fleet.options import Placement
+from fleet.facts.endpoint import Endpoint, Origin
+from fleet.facts.options import Placement
 
 PREFIX = "fleet.vllm.ai/"
 PORT = f"{PREFIX}port"

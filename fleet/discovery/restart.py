@@ -8,7 +8,7 @@ from __future__ import annotations
 from fleet.discovery.api import ApiFailed, ApiServer, sent
 from fleet.discovery.pods import pod_uid
 from fleet.errors import NotAllowed, Refused, Unavailable
-from fleet.replica import Replica
+from fleet.facts.replica import Replica
 
 OUR_FAULT = frozenset({401, 403})
 GONE_ALREADY = frozenset({404, 409})

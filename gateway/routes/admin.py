@@ -9,10 +9,10 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from fleet.bodies import decode
 from fleet.errors import BadInput, NotAllowed, WrongPhase
-from fleet.membership import in_open_round, marked
-from fleet.state import FleetState
+from fleet.facts.state import FleetState
+from fleet.rules.bodies import decode
+from fleet.rules.membership import in_open_round, marked
 from gateway.auth import Right, authorise
 from gateway.context import Gateway, gateway_of
 from gateway.desk import call_of, caller_of

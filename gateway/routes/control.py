@@ -13,11 +13,11 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from fleet.bodies import FinishBody, InitBody, UpdateBody, VersionBody, check_version, decode
 from fleet.errors import BadInput, MemberFailed, NotAllowed
-from fleet.outcome import Outcome
-from fleet.replica_client import Call
-from fleet.state import UNSET_VERSION
+from fleet.facts.outcome import Outcome
+from fleet.facts.state import UNSET_VERSION
+from fleet.replicas.replica_client import Call
+from fleet.rules.bodies import FinishBody, InitBody, UpdateBody, VersionBody, check_version, decode
 from gateway.aborting import abort
 from gateway.auth import Right
 from gateway.context import gateway_of

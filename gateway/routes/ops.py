@@ -11,8 +11,8 @@ from typing import Any, cast
 from fastapi import APIRouter, Request, Response
 
 from fleet.errors import FleetError, NoEligibleReplica
-from fleet.outcome import Outcome
-from fleet.replica_client import Call
+from fleet.facts.outcome import Outcome
+from fleet.replicas.replica_client import Call
 from gateway.auth import Right, authorise
 from gateway.context import gateway_of
 from gateway.responses import json_response

@@ -21,6 +21,7 @@ def given(tmp_path: Path) -> argparse.Namespace:
         dry_run=True,
         backend="gpu",
         rounds=1,
+        ctas=0,
     )
 
 

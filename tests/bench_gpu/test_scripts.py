@@ -37,10 +37,10 @@ def run(tmp_path: Path, script: str, *arguments: str, limit_s: float = 100.0) ->
 def test_both_ways_are_measured_and_every_replica_held_against_a_booted_server(
     tmp_path: Path,
 ) -> None:
-    """Rounds by turns in one group, both sets of weights by both ways, ratios, a bare broadcast."""
+    """Rounds by turns in one group, a set of weights checked after each way, ratios, a bare broadcast."""
     status, told = run(tmp_path, "nccl", "--dry-run", "--replicas", "1,2", "--rounds", "2")
     assert status == 0, told
-    assert told.count("checksums equal a booted server's") == 4 * (1 + 2)
+    assert told.count("checksums equal a booted server's") == 2 * (1 + 2)
     assert told.count("gateway/direct") == 2 * 2
     assert told.count("of the bare broadcast's rate") == 2
     assert "ready at rank 2" in told

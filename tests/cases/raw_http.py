@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
 
-from fleet.probe import MEMBER_ENDPOINTS
+from fleet.replicas.probe import MEMBER_ENDPOINTS
 from gateway.rollouts import is_rollout
 
 PROBED = {

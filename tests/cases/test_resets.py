@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from fleet.facts.state import Phase, Round
 from fleet.sim import SimReplica
-from fleet.state import Phase, Round
 from tests.cases.conftest import (
     FINISH,
     START,

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from fleet.state import UNSET_VERSION, FleetState, Phase
+from fleet.facts.state import UNSET_VERSION, FleetState, Phase
 from tests.chaos.history import Called, Did, History, Outage, Rollout, Written
 
 START = "/start_weight_update"

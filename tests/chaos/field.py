@@ -20,9 +20,9 @@ from time import monotonic
 import httpx
 from msgspec.structs import replace as change
 
+from fleet.facts.state import FleetState
 from fleet.ledger import RESTORED
 from fleet.sim import SimFleet, SimOptions, SimReplica
-from fleet.state import FleetState
 from tests.chaos.history import Did, History, Outage, Served, Written
 from tests.chaos.schedule import Fault
 from tests.gateways.forked import ForkedGateway, Nursery, nursery

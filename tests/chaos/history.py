@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fleet.state import FleetState
+from fleet.facts.state import FleetState
 
 
 @dataclass(frozen=True, kw_only=True)

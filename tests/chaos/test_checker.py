@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fleet.layout import lay_out
-from fleet.membership import form_group
-from fleet.state import FleetState, Phase, Round
+from fleet.facts.layout import lay_out
+from fleet.facts.state import FleetState, Phase, Round
+from fleet.rules.membership import form_group
 from tests.chaos.checker import FINISH, START, check
 from tests.chaos.history import Called, Did, History, Made, Outage, Rollout, Served, Written
 from tests.fleets import NOW, change, fleet_of, replica

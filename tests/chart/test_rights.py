@@ -6,7 +6,7 @@ import pytest
 
 from fleet.discovery.api import ApiServer
 from fleet.discovery.restart import PodRestart
-from fleet.endpoint import Origin
+from fleet.facts.endpoint import Origin
 from tests.chart.helm import NAMESPACE, SHAPES, Chart, render
 from tests.discovery.fake_api import a_pod, fake_api
 from tests.fleets import replica

@@ -10,7 +10,7 @@ from fleet import client, errors
 from fleet.client import errors as mine
 from fleet.client.answers import error_of, membership_of
 from fleet.client.errors import BY_NAME, MembershipChanged, Refused, Told
-from fleet.outcome import Outcome, Result
+from fleet.facts.outcome import Outcome, Result
 from gateway import auth
 from gateway.errors import body_of, headers_of, status_of
 

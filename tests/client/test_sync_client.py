@@ -23,7 +23,7 @@ from fleet.client.errors import (
     WorldSizeMismatch,
     WrongPhase,
 )
-from fleet.outcome import Result
+from fleet.facts.outcome import Result
 from gateway import settings_model
 from tests.cases.conftest import START, UPDATE, case_of, fast, nccl, posts
 from tests.client.conftest import aside, init_info, join, send, url_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fleet.outcome import Outcome, Result
+from fleet.facts.outcome import Outcome, Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from fleet.barrier import arrivals
-from fleet.events import (
+from fleet.facts.outcome import Outcome, Result
+from fleet.facts.replica import Topology
+from fleet.facts.state import FleetState
+from fleet.rules.barrier import arrivals
+from fleet.rules.events import (
     Action,
     Answered,
     CloseSessions,
@@ -37,17 +40,14 @@ from fleet.events import (
     UpdateArrived,
     UpdateFailed,
 )
-from fleet.membership import (
+from fleet.rules.membership import (
     Observation,
     marked,
     observe,
     sessions_closed,
 )
-from fleet.outcome import Outcome, Result
-from fleet.parts import may_resume
-from fleet.replica import Topology
-from fleet.rounds import advance
-from fleet.state import FleetState
+from fleet.rules.parts import may_resume
+from fleet.rules.rounds import advance
 from tests.core.engines import GONE, MIXED, OK, SILENT, Engine, Engines, Weights
 from tests.fleets import NOW, fleet_of
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.bodies import FinishBody, InitBody, UpdateBody, VersionBody, check_version, decode
 from fleet.errors import BadInput
-from fleet.layout import lay_out
+from fleet.facts.layout import lay_out
+from fleet.rules.bodies import FinishBody, InitBody, UpdateBody, VersionBody, check_version, decode
 from tests.fleets import replica
 
 LAYOUT = lay_out([replica("a", 1), replica("b", 2)])

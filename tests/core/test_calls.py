@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fleet.calls import KEPT_S, CallId, Ended, Holder, Meeting, earlier, is_overtaken
-from fleet.events import Answered, ResetRequested
-from fleet.holding import held, may_report
-from fleet.state import FleetState, Phase
+from fleet.facts.calls import KEPT_S, CallId, Ended, Holder, Meeting, earlier, is_overtaken
+from fleet.facts.state import FleetState, Phase
+from fleet.rules.events import Answered, ResetRequested
+from fleet.rules.holding import held, may_report
 from tests.fleets import NOW
 
 CALL = CallId(by="trainer", name="/update_weights?#1")

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleet.departed import KEPT
-from fleet.membership import Observation, add_replica, observe, relabelled, remove_replica
-from fleet.replica import Replica, ReplicaState, Sleep, Topology
-from fleet.state import FleetState, Phase
+from fleet.facts.replica import Replica, ReplicaState, Sleep, Topology
+from fleet.facts.state import FleetState, Phase
+from fleet.rules.departed import KEPT
+from fleet.rules.membership import Observation, add_replica, observe, relabelled, remove_replica
 from tests.fleets import NOW, PATHS, change, fleet_in, fleet_of, follow, replica
 
 LATER = NOW + 5

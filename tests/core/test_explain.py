@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.barrier import Barrier, arrivals, only_deadlines_passed
-from fleet.calls import CallId, Holder
 from fleet.errors import (
     DeadlinePassed,
     FleetError,
@@ -20,7 +18,12 @@ from fleet.errors import (
     RoundOpen,
     WrongPhase,
 )
-from fleet.events import (
+from fleet.facts.calls import CallId, Holder
+from fleet.facts.outcome import Outcome, Result, describe_failures, skipped
+from fleet.facts.replica import Topology
+from fleet.facts.state import FleetState, Phase
+from fleet.rules.barrier import Barrier, arrivals, only_deadlines_passed
+from fleet.rules.events import (
     Answered,
     Event,
     FinishFailed,
@@ -37,12 +40,9 @@ from fleet.events import (
     UpdateFailed,
     UpdateRequested,
 )
-from fleet.explain import count_states, error_of, what_next
-from fleet.membership import marked
-from fleet.outcome import Outcome, Result, describe_failures, skipped
-from fleet.replica import Topology
-from fleet.rounds import TRANSITIONS, advance
-from fleet.state import FleetState, Phase
+from fleet.rules.explain import count_states, error_of, what_next
+from fleet.rules.membership import marked
+from fleet.rules.rounds import TRANSITIONS, advance
 from tests.fleets import (
     FAILED,
     NOW,

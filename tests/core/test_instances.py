@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fleet.membership import Observation, observe
-from fleet.replica import Naming, Replica, Topology, naming_of
-from fleet.state import FleetState
+from fleet.facts.replica import Naming, Replica, Topology, naming_of
+from fleet.facts.state import FleetState
+from fleet.rules.membership import Observation, observe
 from tests.fleets import NOW, change, fleet_of, replica
 
 SEEN = Observation(

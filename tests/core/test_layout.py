@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.errors import BadInput, LayoutUnsupported
-from fleet.layout import Layout, check_list_length, count_workers, lay_out, slice_update
-from fleet.replica import Replica, Topology
+from fleet.facts.layout import Layout, check_list_length, count_workers, lay_out, slice_update
+from fleet.facts.replica import Replica, Topology
 from tests.fleets import replica
 
 sizes = st.integers(1, 8)

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from fleet.errors import MembershipChanged
-from fleet.layout import lay_out
-from fleet.membership import (
+from fleet.facts.layout import lay_out
+from fleet.facts.outcome import Outcome
+from fleet.facts.replica import Replica, ReplicaState, Sleep, Topology, why_left_out
+from fleet.facts.state import FleetState, Phase
+from fleet.rules.membership import (
     Membership,
     Observation,
     add_replica,
@@ -25,9 +28,6 @@ from fleet.membership import (
     remove_replica,
     sessions_closed,
 )
-from fleet.outcome import Outcome
-from fleet.replica import Replica, ReplicaState, Sleep, Topology, why_left_out
-from fleet.state import FleetState, Phase
 from tests.fleets import (
     FAILED,
     NOW,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet.moments import ago, utc
+from fleet.facts.moments import ago, utc
 
 NOW = 1_700_000_000.0
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleet.events import (
+from fleet.facts.replica import ReplicaState, Sleep
+from fleet.facts.state import FleetState, Phase, RoundResult, TrainerPause
+from fleet.rules.events import (
     Archive,
     FinishRequested,
     InitArrived,
@@ -16,11 +18,9 @@ from fleet.events import (
     Unpause,
     UpdateArrived,
 )
-from fleet.membership import marked, sessions_closed
-from fleet.parts import may_resume
-from fleet.replica import ReplicaState, Sleep
-from fleet.rounds import advance
-from fleet.state import FleetState, Phase, RoundResult, TrainerPause
+from fleet.rules.membership import marked, sessions_closed
+from fleet.rules.parts import may_resume
+from fleet.rules.rounds import advance
 from tests.fleets import NOW, OK, TIMEOUT, change, everyone, fleet_in, fleet_of, follow, replica
 
 RESET = ResetRequested(now=NOW, by="operator")

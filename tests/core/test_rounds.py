@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from fleet.events import (
+from fleet.facts.outcome import Outcome, Result
+from fleet.facts.replica import Sleep
+from fleet.facts.state import FleetState, Phase, RoundResult, TrainerPause
+from fleet.rules.events import (
     Action,
     Answered,
     Archive,
@@ -36,11 +39,8 @@ from fleet.events import (
     UpdateFailed,
     UpdateRequested,
 )
-from fleet.membership import Observation, marked, observe
-from fleet.outcome import Outcome, Result
-from fleet.replica import Sleep
-from fleet.rounds import IllegalTransition, advance
-from fleet.state import FleetState, Phase, RoundResult, TrainerPause
+from fleet.rules.membership import Observation, marked, observe
+from fleet.rules.rounds import IllegalTransition, advance
 from tests.fleets import (
     FAILED,
     NOW,

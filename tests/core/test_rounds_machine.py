@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from fleet.errors import MembershipChanged
-from fleet.events import (
+from fleet.facts.outcome import Outcome
+from fleet.facts.replica import Sleep
+from fleet.facts.state import ROUND_OPEN, Phase, TrainerPause
+from fleet.rules.events import (
     Event,
     FinishRequested,
     InitRequested,
@@ -24,7 +27,7 @@ from fleet.events import (
     StartRequested,
     UpdateRequested,
 )
-from fleet.membership import (
+from fleet.rules.membership import (
     add_replica,
     answered_late,
     candidates_for,
@@ -33,10 +36,7 @@ from fleet.membership import (
     relabelled,
     remove_replica,
 )
-from fleet.outcome import Outcome
-from fleet.replica import Sleep
-from fleet.rounds import TRANSITIONS
-from fleet.state import ROUND_OPEN, Phase, TrainerPause
+from fleet.rules.rounds import TRANSITIONS
 from tests.core.engines import FATES, GONE, MIXED, OK, Engine, Engines
 from tests.core.play import Play, boot_of
 from tests.fleets import NOW, change, fleet_of, group_for, replica

@@ -7,9 +7,9 @@ import re
 import msgspec
 import pytest
 
-from fleet.events import Answered, Event, FinishFailed
-from fleet.rounds import IllegalTransition, advance
-from fleet.state import FleetState, Phase
+from fleet.facts.state import FleetState, Phase
+from fleet.rules.events import Answered, Event, FinishFailed
+from fleet.rules.rounds import IllegalTransition, advance
 from tests.fleets import events_for, fleet_in, follow
 
 # Written by hand, not taken from the production table. What is absent is illegal.

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleet.replica import ReplicaState, Sleep, state_of
-from fleet.state import COMMITS_KEPT, FleetState, Phase, TrainerPause
+from fleet.facts.replica import ReplicaState, Sleep, state_of
+from fleet.facts.state import COMMITS_KEPT, FleetState, Phase, TrainerPause
 from tests.fleets import NOW, OK, change, everyone, fleet_in, fleet_of, replica
 
 GRAVEST_FIRST: list[tuple[dict[str, Any], str]] = [
@@ -151,8 +151,8 @@ def test_a_state_survives_the_store_whole(phase: Phase) -> None:
 
 def test_the_calls_of_one_phase_add_up_in_one_record() -> None:
     """Two chunks are one phase: two calls, both times, the last outcome."""
-    from fleet.events import UpdateArrived, UpdateRequested
-    from fleet.rounds import advance
+    from fleet.rules.events import UpdateArrived, UpdateRequested
+    from fleet.rules.rounds import advance
 
     state = fleet_in(Phase.UPDATING)
     outcomes = everyone(state)

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from fleet.calls import CallId, Holder
-from fleet.events import Answered, Event, HolderLost, Requested, ShutdownRequested
-from fleet.rounds import IllegalTransition, advance
-from fleet.state import ON_THE_WAY, Phase
+from fleet.facts.calls import CallId, Holder
+from fleet.facts.state import ON_THE_WAY, Phase
+from fleet.rules.events import Answered, Event, HolderLost, Requested, ShutdownRequested
+from fleet.rules.rounds import IllegalTransition, advance
 from tests.core.play import VERDICTS
 from tests.core.test_rounds_machine import ANSWERED_IN, FleetMachine, fate_of
 from tests.fleets import NOW, OK, change, everyone

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from fleet.errors import BadInput, LayoutUnsupported, WorldSizeMismatch
-from fleet.layout import Layout, lay_out
-from fleet.replica import Replica
-from fleet.wire import (
+from fleet.facts.layout import Layout, lay_out
+from fleet.facts.replica import Replica
+from fleet.rules.wire import (
     Family,
     announced_in_init,
     base_of,

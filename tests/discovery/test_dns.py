@@ -18,7 +18,7 @@ from dns.asyncresolver import Resolver
 
 from fleet.discovery.addresses import FORGET_S, MISSING, Addresses, after_answer, endpoints_of
 from fleet.discovery.dns import NameSource
-from fleet.endpoint import Snapshot
+from fleet.facts.endpoint import Snapshot
 from fleet.owner import task_owner
 from tests.waiting import wait_until
 

@@ -16,11 +16,11 @@ from fleet.discovery.api import ApiServer
 from fleet.discovery.base import Tell
 from fleet.discovery.dns import NameSource
 from fleet.discovery.restart import PodRestart
-from fleet.endpoint import Endpoint, Origin, Snapshot
 from fleet.errors import NotAllowed, Refused, Unavailable
+from fleet.facts.endpoint import Endpoint, Origin, Snapshot
+from fleet.facts.replica import Replica
 from fleet.follow import follow
 from fleet.owner import task_owner
-from fleet.replica import Replica
 from fleet.sim import SimFleet, SimReplica
 from gateway.settings_model import DiscoveryKind, Kubernetes, Settings
 from tests.cases.conftest import UPDATE, Case, check_error, fast, nccl, posts

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from fleet.discovery.pods import Pod, Pods, WatchFailed, after_event, endpoint_of, pod_uid
-from fleet.endpoint import Endpoint
-from fleet.options import Placement
+from fleet.facts.endpoint import Endpoint
+from fleet.facts.options import Placement
 from tests.discovery.fake_api import a_pod
 
 PREFIX = "fleet.vllm.ai/"

@@ -14,7 +14,7 @@ import pytest
 from fleet.discovery.api import ApiServer
 from fleet.discovery.kubernetes import Pace, PodSource
 from fleet.discovery.patience import Backoff
-from fleet.endpoint import Endpoint, Snapshot
+from fleet.facts.endpoint import Endpoint, Snapshot
 from fleet.owner import task_owner
 from tests.discovery.fake_api import FakeApi, a_pod, fake_api
 from tests.waiting import wait_until

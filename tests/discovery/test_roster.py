@@ -9,11 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.endpoint import Endpoint, Origin, Snapshot
 from fleet.errors import MembershipChanged
-from fleet.membership import Observation, check_still_whole, membership, observe, remove_replica
-from fleet.replica import Replica, ReplicaState, Topology
-from fleet.roster import (
+from fleet.facts.endpoint import Endpoint, Origin, Snapshot
+from fleet.facts.replica import Replica, ReplicaState, Topology
+from fleet.facts.state import FleetState, Phase
+from fleet.rules.membership import (
+    Observation,
+    check_still_whole,
+    membership,
+    observe,
+    remove_replica,
+)
+from fleet.rules.roster import (
     GONE,
     GRACE_S,
     View,
@@ -25,7 +32,6 @@ from fleet.roster import (
     settle,
     uids_from,
 )
-from fleet.state import FleetState, Phase
 from tests.fleets import NOW, PATHS, fleet_of, follow, replica
 
 change = msgspec.structs.replace

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fleet.fanout import TRICKLE, Attempt, FanOut
-from fleet.outcome import Outcome, Result
+from fleet.facts.outcome import Outcome, Result
 from fleet.owner import task_owner
+from fleet.replicas.fanout import TRICKLE, Attempt, FanOut
 from tests.fleets import FAILED, OK, UNREACHABLE
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fleet.fresh import AHEAD_S
-from fleet.outcome import Result
-from fleet.replica_client import Call, ReplicaClient, open_client
+from fleet.facts.outcome import Result
+from fleet.replicas.fresh import AHEAD_S
+from fleet.replicas.replica_client import Call, ReplicaClient, open_client
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ async def test_a_connection_that_has_waited_too_long_is_not_taken(
         await server.opened(1)
         late = asyncio.get_running_loop().time() + AHEAD_S + 1
         monkeypatch.setattr("aiohttp.connector.monotonic", lambda: late)
-        monkeypatch.setattr("fleet.fresh.monotonic", lambda: late)
+        monkeypatch.setattr("fleet.replicas.fresh.monotonic", lambda: late)
         await client.open_ahead(url)
         await server.opened(2)
         assert (await client.call(url, UPDATE)).ok

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from fleet.errors import StoreUnavailable
-from fleet.events import StartRequested, UpdateFailed
+from fleet.facts.state import Phase
 from fleet.journal import QUEUED, STREAM, Journal
-from fleet.state import Phase
+from fleet.rules.events import StartRequested, UpdateFailed
 from fleet.store import Store, open_store
 from tests.fleets import NOW, everyone, fleet_in
 from tests.waiting import wait_until

@@ -11,7 +11,7 @@ from time import monotonic
 import pytest
 
 from fleet.errors import StoreUnavailable
-from fleet.lease import Lease, Presence
+from fleet.gateways.lease import Lease, Presence
 from fleet.store import Store, open_store
 from fleet.store.base import Entry
 from tests.waiting import wait_until

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fleet.errors import StoreUnavailable, WrongPhase
-from fleet.events import InitRequested, ResetRequested, StartRequested
+from fleet.facts.state import Phase, Round
 from fleet.ledger import ROUNDS_KEPT, STATE, Ledger
-from fleet.membership import add_replica
-from fleet.rounds import IllegalTransition
-from fleet.state import Phase, Round
+from fleet.rules.events import InitRequested, ResetRequested, StartRequested
+from fleet.rules.membership import add_replica
+from fleet.rules.rounds import IllegalTransition
 from fleet.store import Store, open_store
 from tests.fleets import NOW, fleet_in, group_for, replica
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from fleet.state import FleetState
+    from fleet.facts.state import FleetState
 
 
 @pytest.fixture(params=["memory", "redis"])

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from fleet.errors import StoreUnavailable
-from fleet.events import StartRequested, UpdateArrived, UpdateRequested
+from fleet.facts.state import FleetState, Phase
 from fleet.names import PROLONGED_S, Names, covers, key_of
-from fleet.rounds import advance
-from fleet.state import FleetState, Phase
+from fleet.rules.events import StartRequested, UpdateArrived, UpdateRequested
+from fleet.rules.rounds import advance
 from fleet.store import Store, open_store
 from tests.fleets import NOW, change, everyone, fleet_in, follow
 
@@ -39,7 +39,13 @@ async def updated(store: Store, state: FleetState, *chunks: list[str]) -> FleetS
 
 async def next_round(store: Store, state: FleetState, names: Names | None = None) -> FleetState:
     """Return the state after a commit of this round and the start of the next."""
-    from fleet.events import FinishArrived, FinishRequested, PauseArrived, Resumed, StartArrived
+    from fleet.rules.events import (
+        FinishArrived,
+        FinishRequested,
+        PauseArrived,
+        Resumed,
+        StartArrived,
+    )
 
     full, key = await (names or Names(store)).judge(state)
     state, _ = advance(state, FinishRequested(now=NOW, full=full, names_key=key))

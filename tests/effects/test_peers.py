@@ -11,15 +11,15 @@ from time import monotonic
 import msgspec
 import pytest
 
-from fleet.calls import CallId, Holder
 from fleet.errors import LeaseLost
-from fleet.events import HolderLost, InitRequested
-from fleet.gate import Load
+from fleet.facts.calls import CallId, Holder
+from fleet.gateways.gate import Load
+from fleet.gateways.peers import Peers
+from fleet.gateways.talk import CHANNEL, Message
 from fleet.ledger import Ledger
 from fleet.owner import task_owner
-from fleet.peers import Peers
+from fleet.rules.events import HolderLost, InitRequested
 from fleet.store import Store, open_store
-from fleet.talk import CHANNEL, Message
 from tests.fleets import NOW, fleet_of, group_for, replica
 from tests.waiting import wait_until
 

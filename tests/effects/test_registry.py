@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from fleet.fanout import FanOut
+from fleet.facts.options import FleetOptions
+from fleet.facts.state import FleetState
 from fleet.ledger import Ledger
-from fleet.options import FleetOptions
 from fleet.owner import task_owner
-from fleet.registry import Registry
-from fleet.replica_client import open_client
+from fleet.replicas.fanout import FanOut
+from fleet.replicas.registry import Registry
+from fleet.replicas.replica_client import open_client
 from fleet.sim import SimFleet
-from fleet.state import FleetState
 from fleet.store import open_store
 from tests.waiting import wait_until
 

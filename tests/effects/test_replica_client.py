@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from aiohttp import web
 
-from fleet.outcome import Result
-from fleet.replica_client import Call, ReplicaClient, judge, open_client
+from fleet.facts.outcome import Result
+from fleet.replicas.replica_client import Call, ReplicaClient, judge, open_client
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable

@@ -65,7 +65,7 @@ def test_every_error_has_the_status_of_the_design(name: str, status: int) -> Non
 
 def test_a_refused_transition_is_409() -> None:
     """It is a WrongPhase that nobody listed."""
-    from fleet.rounds import IllegalTransition
+    from fleet.rules.rounds import IllegalTransition
 
     assert status_of(IllegalTransition("told")) == 409
     assert b'"type":"WrongPhase"' in body_of(IllegalTransition("told"))

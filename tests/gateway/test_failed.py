@@ -6,7 +6,7 @@ import asyncio
 import socket
 from typing import Any, cast
 
-from fleet.events import InitFailed
+from fleet.rules.events import InitFailed
 from gateway.app import create_app
 from gateway.server import FleetServer, uvicorn_config
 from gateway.settings_model import Settings

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fleet.errors import DeadlinePassed, GateOverflow, NoEligibleReplica
-from fleet.membership import marked
-from fleet.state import Phase, TrainerPause
+from fleet.facts.state import Phase, TrainerPause
+from fleet.rules.membership import marked
 from gateway.gate import RolloutGate, Ticket
 from gateway.settings_model import Gate as GateSettings
 from gateway.settings_model import GateMode
 from tests.fleets import NOW, change, fleet_in, fleet_of, replica
 
 if TYPE_CHECKING:
-    from fleet.state import FleetState
+    from fleet.facts.state import FleetState
 
 OPEN = fleet_of(replica("a"), replica("b"), replica("c"))
 CLOSED = change(OPEN, pause=TrainerPause(mode="keep", clear_cache=True, by="t", since=NOW))

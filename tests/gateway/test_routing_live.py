@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fleet.state import TrainerPause
+from fleet.facts.state import TrainerPause
 from gateway.routing import Asked
 from gateway.settings_model import Routing, RoutingPolicy, Settings
 from tests.cases.raw_http import Message, RawReplica, answer_of, raw_replica

@@ -9,7 +9,7 @@ from time import time
 import msgspec
 import pytest
 
-from fleet.state import TrainerPause
+from fleet.facts.state import TrainerPause
 from gateway.settings_model import Settings
 from gateway.upstream import Connection, Pool, Upstreams
 from tests.cases.raw_http import Message, Script, answer_of, raw_replica, request_of

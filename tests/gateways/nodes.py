@@ -15,15 +15,15 @@ from typing import Literal
 from fleet.controls import Controls
 from fleet.coordinator import Coordinator
 from fleet.errors import StoreUnavailable
-from fleet.fanout import FanOut
+from fleet.facts.options import Deadlines, FleetOptions
+from fleet.gateways.peers import Peers
+from fleet.gateways.retries import Calls
 from fleet.ledger import STATE, Ledger
-from fleet.options import Deadlines, FleetOptions
 from fleet.owner import task_owner
-from fleet.peers import Peers
 from fleet.performer import Performer
-from fleet.registry import Registry
-from fleet.replica_client import open_client
-from fleet.retries import Calls
+from fleet.replicas.fanout import FanOut
+from fleet.replicas.registry import Registry
+from fleet.replicas.replica_client import open_client
 from fleet.store import Store, open_store
 from fleet.store.base import Entry, Record
 from gateway.gate import RolloutGate

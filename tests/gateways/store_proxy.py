@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from fleet.state import FleetState
+from fleet.facts.state import FleetState
 from tests.waiting import wait_until
 
 Moment = Literal["before", "after", "never"]

@@ -22,8 +22,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from fleet.facts.state import FleetState
 from fleet.sim import SimFleet, SimReplica
-from fleet.state import FleetState
 from fleet.store import open_store
 from tests.cases.conftest import FINISH, INIT, NAMES, START, UPDATE, Case, nccl, update_of
 from tests.gateways.forked import ForkedGateway, Nursery, nursery

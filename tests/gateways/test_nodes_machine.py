@@ -27,13 +27,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from fleet.bodies import FinishBody, InitBody, UpdateBody
-from fleet.calls import CallId
 from fleet.errors import FleetError
-from fleet.layout import count_workers
-from fleet.membership import candidates_for
+from fleet.facts.calls import CallId
+from fleet.facts.layout import count_workers
+from fleet.facts.state import FleetState, Phase
+from fleet.rules.bodies import FinishBody, InitBody, UpdateBody
+from fleet.rules.membership import candidates_for
 from fleet.sim import SimFleet, SimReplica
-from fleet.state import FleetState, Phase
 from fleet.store import open_store
 from tests.cases.conftest import NAMES, nccl, posts, update_of
 from tests.chaos.actors import checksum_of

@@ -21,9 +21,9 @@ import aiohttp
 import msgspec
 from aiohttp.abc import AbstractStreamWriter
 
-from fleet.fresh import NO_WAY, FreshConnections, open_fresh
-from fleet.outcome import Outcome, Result
-from fleet.wire import FINISH, INIT, START, START_DRAFT, UPDATE
+from fleet.facts.outcome import Outcome, Result
+from fleet.replicas.fresh import NO_WAY, FreshConnections, open_fresh
+from fleet.rules.wire import FINISH, INIT, START, START_DRAFT, UPDATE
 
 CHUNK_BYTES = 64 * 1024
 """How much of a body is handed to one connection at a time, so that a 5 MB body to 64 replicas

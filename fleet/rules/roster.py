@@ -24,11 +24,11 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from fleet.address import replica_id
-from fleet.endpoint import Endpoint, Snapshot
-from fleet.membership import add_replica, in_open_round, remove_replica
-from fleet.replica import POD, Replica
-from fleet.state import FleetState, Phase
+from fleet.facts.address import replica_id
+from fleet.facts.endpoint import Endpoint, Snapshot
+from fleet.facts.replica import POD, Replica
+from fleet.facts.state import FleetState, Phase
+from fleet.rules.membership import add_replica, in_open_round, remove_replica
 
 change = msgspec.structs.replace
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from fleet.calls import Holder
-from fleet.outcome import Outcome
-from fleet.state import Group, Round
+from fleet.facts.calls import Holder
+from fleet.facts.outcome import Outcome
+from fleet.facts.state import Group, Round
 
 # ---- events ------------------------------------------------------------------------------------
 

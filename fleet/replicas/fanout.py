@@ -19,7 +19,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, TypeVar
 
-from fleet.outcome import Outcome, Result
+from fleet.facts.outcome import Outcome, Result
 
 log = logging.getLogger(__name__)
 

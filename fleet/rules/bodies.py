@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from fleet.errors import BadInput
-from fleet.layout import Layout, Slot, check_list_length, slice_update
+from fleet.facts.layout import Layout, Slot, check_list_length, slice_update
 
 VERSION_CHARS = 128
 PIECE_BYTES = 1024 * 1024

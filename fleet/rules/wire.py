@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, cast
 
 from fleet.errors import BadInput, LayoutUnsupported, WorldSizeMismatch
-from fleet.layout import Layout, Slot
+from fleet.facts.layout import Layout, Slot
 
 
 class Family(StrEnum):

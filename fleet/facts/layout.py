@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from fleet.errors import BadInput, LayoutUnsupported
-from fleet.replica import Replica, Topology
+from fleet.facts.replica import Replica, Topology
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):

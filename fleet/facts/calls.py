@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from fleet.outcome import Outcome
+from fleet.facts.outcome import Outcome
 
 
 class CallId(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

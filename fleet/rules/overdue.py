@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fleet.state import FleetState, Phase
+from fleet.facts.state import FleetState, Phase
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,14 +11,21 @@ from typing import Any
 
 import msgspec
 
-from fleet.departed import recall, remember
 from fleet.errors import LayoutUnsupported, MembershipChanged
-from fleet.layout import Layout, count_workers
-from fleet.moments import utc
-from fleet.outcome import Outcome, Result, had_no_session
-from fleet.replica import UNKNOWN, Naming, Replica, Sleep, Topology, naming_of, why_left_out
-from fleet.state import IN_COLLECTIVE, ROUND_OPEN, UNSET_VERSION, FleetState, Group, TrainerPause
-from fleet.wire import SPARSE_BACKENDS
+from fleet.facts.layout import Layout, count_workers
+from fleet.facts.moments import utc
+from fleet.facts.outcome import Outcome, Result, had_no_session
+from fleet.facts.replica import UNKNOWN, Naming, Replica, Sleep, Topology, naming_of, why_left_out
+from fleet.facts.state import (
+    IN_COLLECTIVE,
+    ROUND_OPEN,
+    UNSET_VERSION,
+    FleetState,
+    Group,
+    TrainerPause,
+)
+from fleet.rules.departed import recall, remember
+from fleet.rules.wire import SPARSE_BACKENDS
 
 change = msgspec.structs.replace
 

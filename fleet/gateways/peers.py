@@ -22,13 +22,13 @@ from uuid import uuid4
 
 import msgspec
 
-from fleet.calls import Holder, Seat
 from fleet.errors import FleetError, StoreUnavailable
-from fleet.gate import Load, LocalGate, add_up
-from fleet.lease import CLOCK_SLACK, Lease, Presence
+from fleet.facts.calls import Holder, Seat
+from fleet.facts.state import FleetState
+from fleet.gateways.gate import Load, LocalGate, add_up
+from fleet.gateways.lease import CLOCK_SLACK, Lease, Presence
+from fleet.gateways.talk import AGAIN_S, Message, Question, Talk
 from fleet.ledger import Ledger
-from fleet.state import FleetState
-from fleet.talk import AGAIN_S, Message, Question, Talk
 
 log = logging.getLogger(__name__)
 change = msgspec.structs.replace

@@ -16,11 +16,18 @@ from time import time
 
 import msgspec
 
-from fleet.address import replica_id
 from fleet.errors import StoreUnavailable, UnknownReplica
-from fleet.fanout import FanOut
+from fleet.facts.address import replica_id
+from fleet.facts.options import FleetOptions, Placement
+from fleet.facts.outcome import had_no_session
+from fleet.facts.replica import Replica
+from fleet.facts.state import UNSET_VERSION, FleetState
 from fleet.ledger import Ledger
-from fleet.membership import (
+from fleet.replicas.fanout import FanOut
+from fleet.replicas.probe import explain_silence, glance, identify, same_instance
+from fleet.replicas.replica_client import Call, ReplicaClient
+from fleet.replicas.restart import Restart
+from fleet.rules.membership import (
     Observation,
     add_replica,
     adopt,
@@ -29,14 +36,7 @@ from fleet.membership import (
     observe,
     remove_replica,
 )
-from fleet.options import FleetOptions, Placement
-from fleet.outcome import had_no_session
-from fleet.probe import explain_silence, glance, identify, same_instance
-from fleet.replica import Replica
-from fleet.replica_client import Call, ReplicaClient
-from fleet.restart import Restart
-from fleet.state import UNSET_VERSION, FleetState
-from fleet.wire import FINISH
+from fleet.rules.wire import FINISH
 
 log = logging.getLogger(__name__)
 

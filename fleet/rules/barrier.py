@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from fleet.outcome import Outcome, Result
+from fleet.facts.outcome import Outcome, Result
 
 
 class Barrier(msgspec.Struct, frozen=True):

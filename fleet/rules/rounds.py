@@ -24,9 +24,15 @@ from typing import Any
 
 import msgspec
 
-from fleet.barrier import arrivals
 from fleet.errors import WrongPhase
-from fleet.events import (
+from fleet.facts.state import (
+    FleetState,
+    Phase,
+    Round,
+    RoundResult,
+)
+from fleet.rules.barrier import arrivals
+from fleet.rules.events import (
     Action,
     Archive,
     CloseSessions,
@@ -60,8 +66,8 @@ from fleet.events import (
     UpdateFailed,
     UpdateRequested,
 )
-from fleet.holding import held, is_timely, may_report, story
-from fleet.parts import (
+from fleet.rules.holding import held, is_timely, may_report, story
+from fleet.rules.parts import (
     archived,
     changed,
     committed,
@@ -78,12 +84,6 @@ from fleet.parts import (
     to_pause,
     to_resume,
     wedged,
-)
-from fleet.state import (
-    FleetState,
-    Phase,
-    Round,
-    RoundResult,
 )
 
 change = msgspec.structs.replace

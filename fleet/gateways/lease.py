@@ -17,7 +17,7 @@ from uuid import uuid4
 import msgspec
 
 from fleet.errors import LeaseLost, StoreUnavailable
-from fleet.gate import Load
+from fleet.gateways.gate import Load
 from fleet.store import Store
 
 CLOCK_SLACK = 1.05

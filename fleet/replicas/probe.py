@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from fleet.bodies import check_version
 from fleet.errors import BadInput
-from fleet.membership import Observation
-from fleet.options import Placement
-from fleet.outcome import Outcome, Result
-from fleet.replica import STARTED, Topology
-from fleet.replica_client import Call, ReplicaClient
+from fleet.facts.options import Placement
+from fleet.facts.outcome import Outcome, Result
+from fleet.facts.replica import STARTED, Topology
+from fleet.replicas.replica_client import Call, ReplicaClient
+from fleet.rules.bodies import check_version
+from fleet.rules.membership import Observation
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import msgspec
 
-from fleet.events import Action, Answered, Archive, Event, SendResume
-from fleet.outcome import Result, describe_failures
-from fleet.replica import Replica
-from fleet.state import FleetState, Group, Phase, Round, RoundResult, record_outcomes
+from fleet.facts.outcome import Result, describe_failures
+from fleet.facts.replica import Replica
+from fleet.facts.state import FleetState, Group, Phase, Round, RoundResult, record_outcomes
+from fleet.rules.events import Action, Answered, Archive, Event, SendResume
 
 change = msgspec.structs.replace
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fleet.options import Placement
+from fleet.facts.options import Placement
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from fleet.errors import Unavailable
-from fleet.replica import Replica
+from fleet.facts.replica import Replica
 
 TOLD_BYTES = 500
 """How much of a failing command's last words an error repeats."""

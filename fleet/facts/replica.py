@@ -12,7 +12,7 @@ from enum import Enum, StrEnum, auto
 
 import msgspec
 
-from fleet.endpoint import Origin
+from fleet.facts.endpoint import Origin
 
 UNKNOWN = "unknown since "
 POD = "pod "

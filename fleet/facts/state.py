@@ -11,10 +11,10 @@ from enum import StrEnum
 
 import msgspec
 
-from fleet.calls import Ended, Holder, Seat
-from fleet.layout import Layout
-from fleet.outcome import Outcome, Result
-from fleet.replica import Replica, ReplicaState, state_of
+from fleet.facts.calls import Ended, Holder, Seat
+from fleet.facts.layout import Layout
+from fleet.facts.outcome import Outcome, Result
+from fleet.facts.replica import Replica, ReplicaState, state_of
 
 COMMITS_KEPT = 1000
 """How many committed versions stay known, for X-Min-Weight-Version by commit order."""

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import msgspec
 
-from fleet.calls import Ended, Past, is_overtaken
-from fleet.events import Answered, Event, FinishRequested, HolderLost, Requested, ResetRequested
-from fleet.moments import ago
-from fleet.state import IN_SESSION, ON_THE_WAY, FleetState
+from fleet.facts.calls import Ended, Past, is_overtaken
+from fleet.facts.moments import ago
+from fleet.facts.state import IN_SESSION, ON_THE_WAY, FleetState
+from fleet.rules.events import (
+    Answered,
+    Event,
+    FinishRequested,
+    HolderLost,
+    Requested,
+    ResetRequested,
+)
 
 change = msgspec.structs.replace
 

@@ -6,13 +6,13 @@ tell it, also one that never saw the call.
 
 from __future__ import annotations
 
-from fleet.calls import Ended, Past
 from fleet.errors import DeadlinePassed, FleetError, Refused
-from fleet.events import Answered, FinishArrived, InitArrived, StartArrived, UpdateArrived
-from fleet.explain import count_states, error_of
-from fleet.membership import membership
-from fleet.outcome import Outcome, Result
-from fleet.state import FleetState
+from fleet.facts.calls import Ended, Past
+from fleet.facts.outcome import Outcome, Result
+from fleet.facts.state import FleetState
+from fleet.rules.events import Answered, FinishArrived, InitArrived, StartArrived, UpdateArrived
+from fleet.rules.explain import count_states, error_of
+from fleet.rules.membership import membership
 
 _MAIN: dict[str, type[Answered]] = {
     "init": InitArrived,

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import msgspec
 
-from fleet.parts import name_of
-from fleet.replica import Naming, Replica, naming_of
-from fleet.state import IN_SESSION, ROUND_OPEN, UNSET_VERSION, FleetState
+from fleet.facts.replica import Naming, Replica, naming_of
+from fleet.facts.state import IN_SESSION, ROUND_OPEN, UNSET_VERSION, FleetState
+from fleet.rules.parts import name_of
 
 change = msgspec.structs.replace
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from fleet.barrier import only_deadlines_passed
 from fleet.errors import (
     DeadlinePassed,
     FleetError,
@@ -15,7 +14,10 @@ from fleet.errors import (
     RoundOpen,
     WrongPhase,
 )
-from fleet.events import (
+from fleet.facts.outcome import Outcome, Result, describe_failures
+from fleet.facts.state import ROUND_OPEN, FleetState, Phase
+from fleet.rules.barrier import only_deadlines_passed
+from fleet.rules.events import (
     Answered,
     Event,
     FinishFailed,
@@ -27,11 +29,9 @@ from fleet.events import (
     StartRequested,
     UpdateFailed,
 )
-from fleet.holding import story
-from fleet.membership import marked, membership
-from fleet.outcome import Outcome, Result, describe_failures
-from fleet.rounds import TRANSITIONS
-from fleet.state import ROUND_OPEN, FleetState, Phase
+from fleet.rules.holding import story
+from fleet.rules.membership import marked, membership
+from fleet.rules.rounds import TRANSITIONS
 
 _PHASE_OF: dict[type[Answered], str] = {
     InitFailed: "init",

@@ -13,12 +13,12 @@ from uuid import uuid4
 
 import msgspec
 
-from fleet.calls import CallId, Ended, Holder, Meeting, earlier, is_overtaken
 from fleet.errors import FleetError
+from fleet.facts.calls import CallId, Ended, Holder, Meeting, earlier, is_overtaken
+from fleet.facts.outcome import Outcome
+from fleet.facts.state import FleetState, Phase
 from fleet.ledger import Ledger
-from fleet.outcome import Outcome
-from fleet.replay import answer_again, in_doubt
-from fleet.state import FleetState, Phase
+from fleet.rules.replay import answer_again, in_doubt
 
 log = logging.getLogger(__name__)
 change = msgspec.structs.replace

@@ -1,0 +1,1 @@
+"""What follows from what: the life of a weight update, membership, fences, fullness. Pure."""
