@@ -37,7 +37,7 @@ def run(tmp_path: Path, script: str, *arguments: str, limit_s: float = 100.0) ->
 def test_both_ways_are_measured_and_every_replica_held_against_a_booted_server(
     tmp_path: Path,
 ) -> None:
-    """Rounds by turns in one group, a set of weights checked after each way, ratios, a bare broadcast."""
+    """Rounds by turns in one group, weights checked after each way, ratios, a bare broadcast."""
     status, told = run(tmp_path, "nccl", "--dry-run", "--replicas", "1,2", "--rounds", "2")
     assert status == 0, told
     assert told.count("checksums equal a booted server's") == 2 * (1 + 2)
