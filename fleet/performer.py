@@ -65,7 +65,7 @@ from fleet.rules.events import (
     UpdateArrived,
     UpdateFailed,
 )
-from fleet.rules.membership import answered_late, marked, sessions_closed
+from fleet.rules.membership import answered_late, collective_of, marked, sessions_closed
 from fleet.rules.parts import may_resume, to_pause
 from fleet.rules.rounds import IllegalTransition
 from fleet.rules.wire import FINISH, INIT, SHUTDOWN, START, START_DRAFT, UPDATE
@@ -334,7 +334,8 @@ class Performer:
 
         attempts = {r: partial(self._call, r, call_of) for r in action.targets}
         async with self._announcing(errand.names):
-            outcomes = await self._fan_out.gather_collective(attempts, deadline_s, self._late)
+            late = partial(self._late, collective_of(self._ledger.state))
+            outcomes = await self._fan_out.gather_collective(attempts, deadline_s, late)
         errand.outcomes[type(action)] = outcomes
         return outcomes
 
@@ -382,9 +383,13 @@ class Performer:
             return Outcome(outcome=Result.UNREACHABLE, detail="removed from the fleet")
         return await self._client.call(known.url, call_of(replica))
 
-    async def _late(self, replica: str, outcome: Outcome) -> None:
-        """A silent member has answered: it is not wedged any more, and its session is closed."""
+    async def _late(self, collective: object, replica: str, outcome: Outcome) -> None:
+        """A silent member has answered: it is not wedged any more, and its session is closed.
+
+        First it is written down that the collective has failed, and who was silent then.
+        """
         log.info("late answer", extra={"replica": replica, "outcome": outcome.outcome})
+        await self._ledger.until(lambda s: collective_of(s) != collective)
         try:
             state = await self._ledger.amend(lambda s: answered_late(s, replica, outcome))
             known = state.replicas.get(replica)

@@ -119,6 +119,13 @@ def observe(state: FleetState, replica: str, seen: Observation, now: float) -> F
     return state.with_replicas([change(after, since=now) if is_news else after])
 
 
+def collective_of(state: FleetState) -> object:
+    """Return what tells the collective that is on its way from any other, and from none."""
+    current = state.round
+    where = (current.id, current.updates) if current else None
+    return state.generation, state.phase, where
+
+
 def answered_late(state: FleetState, replica: str, outcome: Outcome) -> FleetState:
     """Return the state after a wedged member's call has ended; a late answer lifts no fence."""
     before = state.replicas.get(replica)
