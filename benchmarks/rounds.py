@@ -23,7 +23,7 @@ import uvloop
 from benchmarks.children import end_on_sigterm, gateway, redis_store, sinks
 from benchmarks.fanout import BODY, post, until_ready
 from benchmarks.sinks import raise_file_limit
-from benchmarks.takeover import FINISH, START, UPDATE, init
+from benchmarks.takeover import FINISH, START, UPDATE, added, init
 
 PAUSE, RESUME = "/pause?mode=keep&clear_cache=true", "/resume"
 
@@ -98,8 +98,7 @@ def rows(replicas: int, times: dict[str, Times]) -> list[str]:
 
 
 def _cell(took: float, base: float) -> str:
-    more = "" if took == base else f" ({(took - base) * 1000:+.1f})"
-    return f"{took * 1000:.1f}{more}"
+    return f"{took * 1000:.1f}{added(took, base)}"
 
 
 def main() -> None:

@@ -147,15 +147,15 @@ def phase_rows(times: dict[str, Times]) -> list[str]:
     rows = ["| store | start | update | finish |", "| --- | ---: | ---: | ---: |"]
     base = {phase: median(found) for phase, found in times["memory://"].items()}
     for name, found in times.items():
-        cells = [cell(median(taken), base[phase]) for phase, taken in found.items()]
+        medians = {phase: median(taken) for phase, taken in found.items()}
+        cells = [f"{m * 1000:.1f} ms{added(m, base[phase])}" for phase, m in medians.items()]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows
 
 
-def cell(took: float, base: float) -> str:
-    """Return one median, and by how much it is above that of memory://."""
-    more = "" if took == base else f" ({(took - base) * 1000:+.1f})"
-    return f"{took * 1000:.1f} ms{more}"
+def added(took: float, base: float) -> str:
+    """Return by how much one median is above another, in milliseconds; nothing, if it is that."""
+    return "" if took == base else f" ({(took - base) * 1000:+.1f})"
 
 
 def main() -> None:

@@ -12,9 +12,10 @@ set once is not read again.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
+
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from fleet.errors import StoreUnavailable
 from fleet.facts.state import FleetState, Group
@@ -57,16 +58,14 @@ class Names:
         """
         if state.round is None:
             return
-        key, until = key_of(state.generation, state.round.id), monotonic() + AWAY_S
-        while True:
-            try:
-                await self._add(key, names)
-            except StoreUnavailable:
-                if monotonic() > until:
-                    raise
-                await asyncio.sleep(AGAIN_S)
-            else:
-                return
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(StoreUnavailable),
+            stop=stop_after_delay(AWAY_S),
+            wait=wait_fixed(AGAIN_S),
+            reraise=True,
+        ):
+            with attempt:
+                await self._add(key_of(state.generation, state.round.id), names)
 
     async def judge(self, state: FleetState) -> tuple[bool, str | None]:
         """Return whether the open round is full, and the key of the names that it rests on."""

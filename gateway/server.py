@@ -14,6 +14,7 @@ from collections.abc import Callable
 import uvicorn
 
 from fleet.errors import StoreUnavailable
+from fleet.facts.address import url_host
 from fleet.store import open_store, store_address
 from gateway.app import Application, create_app
 from gateway.context import Gateway
@@ -119,7 +120,7 @@ def _whereabouts(gateway: Gateway, listening: socket.socket) -> dict[str, object
     """Return what whoever starts a gateway wants to see: its URL, and what is behind it."""
     host, port = listening.getsockname()[:2]
     return {
-        "url": f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
+        "url": f"http://{url_host(host)}:{port}",
         "fleet": gateway.settings.name,
         "store": store_address(gateway.settings.store),
         "replicas": len(gateway.ledger.state.replicas),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,6 +28,14 @@ def redis_url(redis_server: RedisServer) -> str:
     """The URL of a real Redis that holds nothing."""
     redis_server.empty()
     return redis_server.url
+
+
+@pytest.fixture(params=["memory", "redis"])
+def store_url(request: pytest.FixtureRequest) -> str:
+    """An empty store that several openings within the test share, in process and on Redis."""
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4()}"
+    return request.getfixturevalue("redis_url")
 
 
 @pytest.fixture

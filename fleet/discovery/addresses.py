@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from fleet.facts.address import url_host
 from fleet.facts.endpoint import Endpoint, Origin
 
 FORGET_S = 600.0
@@ -59,7 +60,7 @@ def _lacked(before: _Address, now: float) -> _Address:
 
 
 def _endpoint(address: str, facts: _Address, source: str, port: int) -> Endpoint:
-    host = f"[{address}]" if ":" in address else address
+    host = url_host(address)
     # The clock orders what gateways with different caches have seen: the last change wins.
     origin = Origin(source=source, uid=f"{host}:{port}", revision=int(facts.since * 1000))
     return Endpoint(

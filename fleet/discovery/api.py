@@ -18,6 +18,7 @@ import httpx
 import msgspec
 
 from fleet.discovery.pods import Status
+from fleet.facts.address import url_host
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where the kubelet projects the pod's token, certificate authority and namespace."""
@@ -90,8 +91,7 @@ def api_server(url: str | None, environ: Mapping[str, str], account: Path = ACCO
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
     if not host or not port:
         raise ValueError("this is no pod: FLEET_KUBERNETES__API must name the API server")
-    host = f"[{host}]" if ":" in host else host
-    return ApiServer(url=f"https://{host}:{port}", account=account)
+    return ApiServer(url=f"https://{url_host(host)}:{port}", account=account)
 
 
 def own_namespace(account: Path = ACCOUNT) -> str:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from fleet.facts.address import url_host
 from fleet.facts.endpoint import Endpoint, Origin
 from fleet.facts.options import Placement
 
@@ -147,7 +148,7 @@ def endpoint_of(pod: Pod, source: str, port: int) -> Endpoint | None:
         placement = placement_of(told)
     except ValueError as error:
         wrong = str(error)
-    host = f"[{status.pod_ip}]" if ":" in status.pod_ip else status.pod_ip
+    host = url_host(status.pod_ip)
     origin = Origin(
         source=source,
         uid=f"{meta.uid}@{host}:{port}",

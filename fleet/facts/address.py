@@ -23,6 +23,11 @@ def replica_id(url: str) -> str:
     return _host_and_port(_split(url), url)
 
 
+def url_host(host: str) -> str:
+    """Return a host as it stands in a URL: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def _split(url: str) -> SplitResult:
     if "@" in url:  # before any message quotes it
         raise ValueError("a replica's URL carries no user or password; set auth.replica_token")
@@ -47,7 +52,7 @@ def _host_and_port(parts: SplitResult, url: str) -> str:
         raise ValueError(f"{url!r}: the port is not a number from 1 to 65535") from error
     if port == 0:
         raise ValueError(f"{url!r}: the port is not a number from 1 to 65535")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{url_host(host)}:{port}"
 
 
 def _can_be_looked_up(host: str) -> bool:

@@ -15,7 +15,7 @@ from fleet.errors import (
     WrongPhase,
 )
 from fleet.facts.outcome import Outcome, Result, describe_failures
-from fleet.facts.state import ROUND_OPEN, FleetState, Phase
+from fleet.facts.state import ON_THE_WAY, ROUND_OPEN, FleetState, Phase
 from fleet.rules.barrier import only_deadlines_passed
 from fleet.rules.events import (
     Answered,
@@ -77,22 +77,12 @@ def what_next(state: FleetState, event: type[Event], call: str, now: float) -> F
 
 _BUSY = ROUND_OPEN | {Phase.INITIALIZING}
 
-_STEPS: dict[Phase, str] = {
+_STEPS: dict[Phase, str] = dict.fromkeys(ON_THE_WAY, "wait for the call that is on its way") | {
     Phase.IDLE: "POST /init_weight_transfer_engine first",
     Phase.INITIALIZING: "wait for the init that is on its way",
     Phase.INITIALIZED: "POST /start_weight_update first",
     Phase.STARTED: "POST /update_weights, then /finish_weight_update",
-} | dict.fromkeys(
-    (
-        Phase.PAUSING,
-        Phase.STARTING,
-        Phase.UPDATING,
-        Phase.FINISHING,
-        Phase.COMMITTED,
-        Phase.UNDOING,
-    ),
-    "wait for the call that is on its way",
-)
+}
 
 
 def count_states(state: FleetState) -> str:

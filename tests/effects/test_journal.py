@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,12 +46,10 @@ class Watched:
         await self._store.extend(stream, records, cap=cap)
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Watched]:
+@pytest.fixture
+async def store(store_url: str) -> AsyncIterator[Watched]:
     """An empty store, in process and on a real Redis."""
-    memory = request.param == "memory"
-    url = f"memory://{uuid.uuid4()}" if memory else request.getfixturevalue("redis_url")
-    async with open_store(url, "tests") as opened:
+    async with open_store(store_url, "tests") as opened:
         yield Watched(opened)
 
 

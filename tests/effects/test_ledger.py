@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +23,13 @@ if TYPE_CHECKING:
     from fleet.facts.state import FleetState
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def opening(request: pytest.FixtureRequest) -> AsyncIterator[Callable[[], Awaitable[Store]]]:
+@pytest.fixture
+async def opening(store_url: str) -> AsyncIterator[Callable[[], Awaitable[Store]]]:
     """A way to open one shared store again and again, in process and on a real Redis."""
-    memory = request.param == "memory"
-    url = f"memory://{uuid.uuid4()}" if memory else request.getfixturevalue("redis_url")
     async with AsyncExitStack() as stack:
 
         async def another() -> Store:
-            return await stack.enter_async_context(open_store(url, "tests"))
+            return await stack.enter_async_context(open_store(store_url, "tests"))
 
         yield another
 

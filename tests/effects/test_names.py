@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -19,12 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+@pytest.fixture
+async def store(store_url: str) -> AsyncIterator[Store]:
     """An empty store, in process and on a real Redis."""
-    memory = request.param == "memory"
-    url = f"memory://{uuid.uuid4()}" if memory else request.getfixturevalue("redis_url")
-    async with open_store(url, "tests") as opened:
+    async with open_store(store_url, "tests") as opened:
         yield opened
 
 

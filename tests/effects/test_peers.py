@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from time import monotonic
@@ -101,15 +100,13 @@ class Gateway:
 Opening = Callable[[], Awaitable[Gateway]]
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def another(request: pytest.FixtureRequest) -> AsyncIterator[Opening]:
+@pytest.fixture
+async def another(store_url: str) -> AsyncIterator[Opening]:
     """Open one more living gateway of the same fleet."""
-    memory = request.param == "memory"
-    url = f"memory://{uuid.uuid4()}" if memory else request.getfixturevalue("redis_url")
     async with AsyncExitStack() as stack, task_owner() as owner:  # tasks end before their stores
 
         async def opened() -> Gateway:
-            store: Store = await stack.enter_async_context(open_store(url, "tests"))
+            store: Store = await stack.enter_async_context(open_store(store_url, "tests"))
             ledger = await Ledger.open(store, "tests")
             if not ledger.state.replicas:
                 fleet = fleet_of(replica("a"), replica("b"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +12,6 @@ from fleet.store.redis import RedisStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-
-@pytest.fixture(params=["memory", "redis"])
-def store_url(request: pytest.FixtureRequest) -> str:
-    """An empty store that several openings within the test share, in process and on Redis."""
-    if request.param == "memory":
-        return f"memory://{uuid.uuid4()}"
-    return request.getfixturevalue("redis_url")
 
 
 @pytest.fixture
