@@ -69,8 +69,8 @@ def what_next(state: FleetState, event: type[Event], call: str, now: float) -> F
     if event in (InitRequested, StartRequested, ShutdownRequested) and state.phase in _BUSY:
         return RoundOpen(
             message,
-            hint="wait for its finish, or POST /fleet/reset to abandon it (its members stay "
-            "fenced until a full update)",
+            hint="wait for its finish, or POST /fleet/reset to abandon it (members that may be "
+            "mixed stay fenced until a full update)",
         )
     return WrongPhase(message, hint=_STEPS[state.phase])
 
