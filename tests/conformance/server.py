@@ -14,8 +14,7 @@ T = TypeVar("T")
 ANSWER_S = 30.0
 # After some 500s vLLM closes the connection without saying so: reuse would meet a reset.
 NO_REUSE = httpx.Limits(max_keepalive_connections=0)
-BALLAST = {"n": 96, "temperature": 1.0}
-BALLAST_TOKENS = 220
+LONG = 1000  # tokens: over a second, so that what is done to such an answer is done in its middle
 SOME_ROUND_TRIPS = 25  # long enough for several tokens, without a sleep
 
 
@@ -92,17 +91,14 @@ class Server:
         return choice["logprobs"]["token_logprobs"]
 
     @contextmanager
-    def stream(
-        self, max_tokens: int, *, rid: str = "stream", prompt: str = "once upon a time"
-    ) -> "Generator[Stream]":
-        """A streamed completion that runs in a thread; yielded once its first token is here.
+    def stream(self, rid: str = "stream") -> "Generator[Stream]":
+        """A streamed completion of LONG tokens, read by a thread; yielded once the first is here.
 
-        Beside it runs a ballast of other requests, without which a real server is done with a
-        tiny model's tokens before anything can happen to them.
+        Why so many: a real server makes a tiny model's tokens within a millisecond each, and its
+        engine runs ahead of the connection that carries them.
         """
-        ballast = self.in_background(lambda: self.complete(prompt, BALLAST_TOKENS, **BALLAST))
         stream = Stream()
-        body = self.completion_body(prompt, max_tokens, stream=True, return_token_ids=True)
+        body = self.completion_body("once upon a time", LONG, stream=True, return_token_ids=True)
         done = self.in_background(lambda: self._read(stream, "/v1/completions", body, rid))
         stream.done = done
         try:
@@ -110,8 +106,6 @@ class Server:
             yield stream
         finally:
             done.result(ANSWER_S)
-            self.post("/abort_requests", {})
-            ballast.result(ANSWER_S)
 
     def _read(self, stream: "Stream", path: str, body: Any, rid: str) -> None:
         headers = {"X-Request-Id": rid}

@@ -3,6 +3,7 @@
 import json
 
 from tests.conformance.server import Server, error_of
+from tests.conformance.subjects import CONTEXT
 
 
 def test_completion_carries_the_callers_request_id(server: Server) -> None:
@@ -74,5 +75,5 @@ def test_unknown_model_is_404(server: Server) -> None:
 
 def test_too_long_a_prompt_is_400(server: Server) -> None:
     """A prompt over the context length is refused."""
-    reply = server.post("/v1/completions", server.completion_body([5] * 300, 1))
-    assert "maximum context length is 256 tokens" in error_of(reply, 400)
+    reply = server.post("/v1/completions", server.completion_body([5] * (CONTEXT + 1), 1))
+    assert f"maximum context length is {CONTEXT} tokens" in error_of(reply, 400)

@@ -1,8 +1,6 @@
 """Pauses, aborts and sleep: what happens to requests that run and to those that come."""
 
-from tests.conformance.server import ANSWER_S, Server
-
-LONG = 200  # tokens: long enough to be caught while it runs
+from tests.conformance.server import ANSWER_S, LONG, Server
 
 
 def test_pause_and_resume_are_idempotent(server: Server) -> None:
@@ -17,7 +15,7 @@ def test_pause_and_resume_are_idempotent(server: Server) -> None:
 
 def test_keep_freezes_a_running_request_and_resume_continues_it(server: Server) -> None:
     """No token is made in the pause, and none is lost by it."""
-    with server.stream(LONG) as stream:
+    with server.stream() as stream:
         server.ok("/pause", mode="keep")
         server.some_time_passes()
         frozen_at = stream.tokens
@@ -30,7 +28,7 @@ def test_keep_freezes_a_running_request_and_resume_continues_it(server: Server) 
 
 def test_abort_pause_ends_running_requests(server: Server) -> None:
     """An aborted request keeps the tokens it has and says that it was aborted."""
-    with server.stream(LONG) as stream:
+    with server.stream() as stream:
         server.ok("/pause", mode="abort")
         stream.end()
     assert (stream.finish_reason, stream.tokens < LONG) == ("abort", True)
@@ -38,7 +36,7 @@ def test_abort_pause_ends_running_requests(server: Server) -> None:
 
 def test_wait_pause_lets_running_requests_finish(server: Server) -> None:
     """The pause is reached only when nothing runs."""
-    with server.stream(LONG) as stream:
+    with server.stream() as stream:
         server.ok("/pause", mode="wait")
         stream.end()
     assert (stream.tokens, stream.finish_reason) == (LONG, "length")
@@ -57,7 +55,7 @@ def test_requests_that_come_in_a_pause_wait_for_resume(server: Server) -> None:
 
 def test_only_internal_ids_abort_a_request(server: Server) -> None:
     """The client's own id counts as aborted and aborts nothing; cmpl-<id>-0 does."""
-    with server.stream(LONG, rid="rid-7") as stream:
+    with server.stream("rid-7") as stream:
         server.ok("/pause", mode="keep")
         for name in ("rid-7", "cmpl-rid-7"):
             assert server.ok("/abort_requests", {"request_ids": [name]})["aborted"] == 1
@@ -71,7 +69,7 @@ def test_only_internal_ids_abort_a_request(server: Server) -> None:
 
 def test_abort_without_ids_aborts_everything(server: Server) -> None:
     """An empty object means all that runs."""
-    with server.stream(LONG) as stream:
+    with server.stream() as stream:
         assert server.ok("/abort_requests", {})["aborted"] >= 1
         stream.end()
     assert stream.finish_reason == "abort"
@@ -79,7 +77,7 @@ def test_abort_without_ids_aborts_everything(server: Server) -> None:
 
 def test_prefix_cache_is_not_reset_under_a_running_request(server: Server) -> None:
     """The call succeeds and says success false, unless running requests may be preempted."""
-    with server.stream(LONG) as stream:
+    with server.stream() as stream:
         assert server.ok("/reset_prefix_cache") == {"success": False}
         assert server.ok("/reset_prefix_cache", reset_running_requests="true") == {"success": True}
         stream.end()

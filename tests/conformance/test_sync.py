@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from fleet.sim.trainer import SimTrainer, TrainerError, describe, free_port
-from tests.conformance.server import ANSWER_S, Server, error_of
+from tests.conformance.server import ANSWER_S, LONG, Server, error_of
 from tests.conformance.subjects import Subject
 
 SILENCE_S = 0.5  # an idle server answers in milliseconds
@@ -147,12 +147,12 @@ def test_request_frozen_over_a_round_is_finished_by_the_new_weights(
     server: Server, trainer: SimTrainer, subject: Subject
 ) -> None:
     """A kept request loses no token over an update."""
-    with server.stream(200) as stream:
+    with server.stream() as stream:
         server.ok("/pause", mode="keep")
         trainer.send_weights(subject.weights(18))
         server.ok("/resume")
         stream.end()
-    assert (stream.tokens, stream.finish_reason) == (200, "length")
+    assert (stream.tokens, stream.finish_reason) == (LONG, "length")
 
 
 def test_lonely_init_silences_the_server_until_it_ends(server: Server) -> None:

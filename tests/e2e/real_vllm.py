@@ -34,7 +34,7 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 _FLAGS = (
-    *("--served-model-name", MODEL_NAME, "--max-model-len", "256", "--dtype", "bfloat16"),
+    *("--served-model-name", MODEL_NAME, "--dtype", "bfloat16"),
     *("--enforce-eager", "--enable-scale-out"),
     *("--weight-transfer-config", '{"backend":"gloo"}'),
 )

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB_SIZE = 512
-MAX_POSITIONS = 512
+MAX_POSITIONS = 4096  # a server is busy with the longest answer for seconds, not an instant
 _TIE = 0.5
 _CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}<|assistant|>"
