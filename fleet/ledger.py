@@ -10,7 +10,9 @@ What other gateways write is taken over by `refresh`; who calls it when is `peer
 store that has gone back in time (it came back empty, or from an old snapshot) is given what this
 gateway knows: revisions only grow. Another gateway may know more, and have slept or waited for the
 store longer. So such a state is written with its own revision and a stamp that says so, and for
-`settle_s` nobody builds on it: whoever knows more puts that in its place.
+`settle_s` nobody builds on it: whoever knows more puts that in its place. A gateway that starts
+knows nothing, and takes an empty store for a new one only if its server has run for `patience_s`:
+long enough for everyone who knows what it held to have brought it back.
 
 Whoever must follow the state (the gate, the metrics) subscribes with `watch`.
 """
@@ -40,6 +42,9 @@ ATTEMPTS = 200
 """How often a change is made again on a newer state. Who lost needs two round trips for the next
 attempt, who won only one, so a busy gateway may win many times in a row."""
 
+LOOK_EVERY_S = 0.25
+"""How often a gateway that starts looks whether others have brought a lost state back."""
+
 RESTORED = "restored-"
 """How the word of a stamp begins whose state came from a gateway's memory."""
 
@@ -63,6 +68,7 @@ class Ledger:
         self._doubtful = False
         self._stamp_seen_at = monotonic()
         self.settle_s = 0.0
+        self.patience_s = 0.0
 
     @classmethod
     async def open(cls, store: Store, name: str) -> Ledger:
@@ -101,10 +107,24 @@ class Ledger:
             )
 
     async def settled(self) -> None:
-        """Return when the gateways have agreed on what a store has lost; mostly at once."""
-        while self._unsettled_s > 0:
-            await asyncio.sleep(self._unsettled_s)
+        """Return when the gateways have agreed on what a store has lost; mostly at once.
+
+        A store that is empty and has only just begun to run may have been killed and started anew:
+        whoever knows what it held brings that back.
+        """
+        if (unsure_s := await self._unsure_s()) > 0:
+            log.info(
+                "the store is empty and has only just started: other gateways get the time to "
+                "bring back what it may have held",
+                extra={"wait_s": round(unsure_s, 1)},
+            )
+        while (wait_s := max(self._unsettled_s, await self._unsure_s())) > 0:
+            await asyncio.sleep(min(wait_s, LOOK_EVERY_S))
             await self.refresh()
+
+    async def _unsure_s(self) -> float:
+        """For how long an empty store may still be one that was lost, in seconds."""
+        return self.patience_s - await self.store.up_s() if self._stamp is None else 0.0
 
     async def until(self, condition: Callable[[FleetState], bool]) -> FleetState:
         """Return the first state that meets the condition, now or later."""

@@ -170,6 +170,8 @@ async def _assemble(
 ) -> Gateway:
     ledger = await Ledger.open(store, settings.name)
     ledger.settle_s = options.lease_s + ANSWER_TIMEOUT_S
+    # A heartbeat that is about to time out, its second attempt, and the next one.
+    ledger.patience_s = settings.timeouts.lease_renew_s + 2 * ANSWER_TIMEOUT_S
     gate = RolloutGate(settings.gate, settings.routing.policy, settings.min_replicas)
     ledger.watch(gate.follow)
     journal = Journal(store)

@@ -7,15 +7,17 @@ compares stamps and swaps values (base.py says why).
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ResponseError
 
 from fleet.store.base import PERMANENT_KEYS, Entry, Record, Store
-from fleet.store.embedded import open_engine
+from fleet.store.embedded import open_engine, uptime_s
 from fleet.store.redis import ANSWER_TIMEOUT_S, RedisStore
 
 if TYPE_CHECKING:
@@ -65,13 +67,17 @@ async def open_store(url: str, fleet_name: str) -> AsyncGenerator[Store]:
     """
     check_store_url(url)
     parts = urlsplit(url)
-    commands = open_engine(parts.netloc) if parts.scheme == "memory" else _open_redis(url)
-    async with commands as opened:
-        yield RedisStore(opened, fleet_name, _where(parts))
+    if parts.scheme == "memory":
+        async with open_engine(parts.netloc) as engine:
+            yield RedisStore(engine, fleet_name, _where(parts), uptime_s)
+    else:
+        async with _open_redis(url) as client:
+            uptime = partial(_uptime_of, client)
+            yield RedisStore(cast("Commands", client), fleet_name, _where(parts), uptime)
 
 
 @asynccontextmanager
-async def _open_redis(url: str) -> AsyncGenerator[Commands]:
+async def _open_redis(url: str) -> AsyncGenerator[Redis]:
     # Retries are the store's own (reads only), and RESP2 is what the embedded engine answers in.
     client = Redis.from_url(
         url,
@@ -82,7 +88,14 @@ async def _open_redis(url: str) -> AsyncGenerator[Commands]:
         max_connections=_MAX_CONNECTIONS,
     )
     async with client:
-        yield cast("Commands", client)
+        yield client
+
+
+async def _uptime_of(client: Redis) -> float:
+    try:
+        return float((await client.info("server"))["uptime_in_seconds"])
+    except (ResponseError, KeyError):  # INFO is not for this user, or says less than Redis's does
+        return 0.0
 
 
 def _refusal(scheme: str) -> str:

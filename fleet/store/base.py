@@ -117,6 +117,14 @@ class Store(Protocol):
         """
         ...
 
+    async def up_s(self) -> float:
+        """Return for how long the store has been running at least, in seconds.
+
+        What is absent from one that has just begun to run may have been lost. Infinity: it runs
+        within this process. Zero: it does not tell.
+        """
+        ...
+
     async def ping(self) -> None:
         """Make one cheap round trip, for readiness probes."""
         ...

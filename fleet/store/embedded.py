@@ -8,6 +8,7 @@ What it does not do: outlive the process, or be shared with another one.
 
 from __future__ import annotations
 
+import math
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final, cast
 
@@ -29,6 +30,11 @@ class _Shared:
 
 # The one process-wide thing here: a name is a promise to meet others of this process under it.
 _NAMED: Final[dict[str, _Shared]] = {}
+
+
+async def uptime_s() -> float:
+    """Say that it has always been there: what it holds lives and dies with this process."""
+    return math.inf
 
 
 @asynccontextmanager

@@ -102,8 +102,15 @@ class Commands(Protocol):
 class RedisStore:
     """The `Store` contract (base.py) over one client; `where` names the server in errors."""
 
-    def __init__(self, commands: Commands, fleet_name: str, where: str) -> None:
+    def __init__(
+        self,
+        commands: Commands,
+        fleet_name: str,
+        where: str,
+        uptime: Callable[[], Awaitable[float]],
+    ) -> None:
         self._commands = commands
+        self._uptime = uptime
         self._prefix = f"fleet:{{{fleet_name}}}:"
         self._where = where
 
@@ -169,6 +176,9 @@ class RedisStore:
     @asynccontextmanager
     async def subscribe(self, channel: str) -> AsyncGenerator[AsyncIterator[bytes]]:
         yield _Messages(Feed(self, channel, await self.newest_id(channel)))
+
+    async def up_s(self) -> float:
+        return await self._read("info", "server", self._uptime)
 
     async def ping(self) -> None:
         await self._read("ping", "ping", lambda: self._commands.exists(self._name("ping")))

@@ -205,6 +205,50 @@ async def test_stamps_of_a_lost_state_are_never_mistaken_for_newer_ones(
     assert {"a", "c", "d", "e"} <= set(last.state.replicas)
 
 
+def aged(store: Store, seconds: float) -> Any:
+    """Return the store, which says that its server has been running for so long."""
+
+    async def up_s() -> float:
+        return seconds
+
+    store.up_s = up_s
+    return store
+
+
+async def test_a_start_on_a_store_that_has_just_started_waits_for_who_knows_what_it_held(
+    opening: Callable[[], Awaitable[Store]],
+) -> None:
+    """A fresh gateway would otherwise write a first state over one that is about to be restored."""
+    knows = await Ledger.open(await opening(), "tests")
+    fresh = await Ledger.open(aged(await opening(), 0.0), "tests")
+    fresh.patience_s = 60.0
+    waiting = asyncio.ensure_future(fresh.settled())
+    await knows.amend(adds("a"))
+    await asyncio.wait_for(waiting, 10)
+    assert list(fresh.state.replicas) == ["a"]
+
+
+async def test_an_empty_store_that_has_run_for_long_enough_is_a_new_one(
+    opening: Callable[[], Awaitable[Store]],
+) -> None:
+    """Who might have known what it held would have brought it back by now."""
+    ledger = await Ledger.open(aged(await opening(), 60.0), "tests")
+    ledger.patience_s = 60.0
+    await asyncio.wait_for(ledger.settled(), 10)
+    assert not ledger.state.replicas
+
+
+async def test_a_state_that_is_there_is_believed_however_young_its_store(
+    opening: Callable[[], Awaitable[Store]],
+) -> None:
+    """A Redis that keeps its data over a restart has lost nothing."""
+    await (await Ledger.open(await opening(), "tests")).amend(adds("a"))
+    again = await Ledger.open(aged(await opening(), 0.0), "tests")
+    again.patience_s = 60.0
+    await asyncio.wait_for(again.settled(), 10)
+    assert list(again.state.replicas) == ["a"]
+
+
 async def test_whoever_watches_sees_the_state_now_and_every_change_in_order(
     opening: Callable[[], Awaitable[Store]],
 ) -> None:

@@ -135,6 +135,10 @@ class FailingStore:
         """As the store."""
         return self.inner.subscribe(channel)
 
+    async def up_s(self) -> float:
+        """As the store."""
+        return await self.inner.up_s()
+
     async def ping(self) -> None:
         """As the store."""
         await self.inner.ping()

@@ -11,6 +11,7 @@ import pytest
 
 from fleet.errors import StoreUnavailable
 from fleet.store import Entry, open_store, redis
+from fleet.store.embedded import uptime_s
 from fleet.store.redis import ANSWER_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ async def test_an_engine_that_never_answers_is_given_up(monkeypatch: pytest.Monk
     monkeypatch.setattr(redis, "ANSWER_TIMEOUT_S", 0.01)
     engine = cast("redis.Commands", _Silent())
     with pytest.raises(StoreUnavailable, match="TimeoutError"):
-        await redis.RedisStore(engine, "tests", "nowhere").load("state")
+        await redis.RedisStore(engine, "tests", "nowhere", uptime_s).load("state")
 
 
 async def test_a_subscriber_goes_on_after_an_outage_without_a_loss(

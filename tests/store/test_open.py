@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
+from redis import Redis
 
 from fleet.store import Entry, check_store_url, open_store
 
@@ -45,6 +49,31 @@ async def test_the_database_in_the_url_is_used(redis_url: str) -> None:
         await zero.swap("state", expected=None, stamp="1", body=b"")
         async with open_store(redis_url.replace("/0", "/1"), "tests") as one:
             assert await one.load("state") is None
+
+
+async def test_what_is_absent_from_memory_has_never_been_there() -> None:
+    """It lives as long as its process, so there is nothing that it may have lost."""
+    async with open_store("memory://", "tests") as store:
+        assert await store.up_s() == math.inf
+
+
+async def test_a_redis_tells_for_how_long_it_has_been_running(redis_url: str) -> None:
+    """In seconds, rounded down, so that nobody believes it to be older than it is."""
+    with Redis.from_url(redis_url) as client:
+        told: Any = client.info("server")
+        async with open_store(redis_url, "tests") as store:
+            assert told["uptime_in_seconds"] <= await store.up_s() < 24 * 3600
+
+
+async def test_a_redis_that_does_not_tell_its_age_counts_as_new(redis_url: str) -> None:
+    """A user without the right to INFO waits a little longer on an empty store, and can start."""
+    with Redis.from_url(redis_url) as client:
+        client.acl_setuser(
+            "shy", True, passwords=["+secret"], keys="*", commands=["+@all", "-info"]
+        )
+    async with open_store(redis_url.replace("//", "//shy:secret@"), "tests") as store:
+        assert await store.up_s() == 0.0
+        await store.ping()
 
 
 @pytest.mark.parametrize(
