@@ -10,11 +10,17 @@ import msgspec
 from fleet.facts.replica import Replica, ReplicaState
 from fleet.facts.state import UNSET_VERSION, FleetState, Round
 from fleet.gateways.gate import Load
+from fleet.gateways.outage import Outage
 from fleet.rules.membership import membership
 
 
-def fleet_view(state: FleetState, load: Load, closed_since: float | None) -> dict[str, Any]:
-    """Return the summary of GET /fleet; `closed_since` is when this gateway's gate closed."""
+def fleet_view(
+    state: FleetState, load: Load, closed_since: float | None, outage: Outage
+) -> dict[str, Any]:
+    """Return the summary of GET /fleet; `closed_since` is when this gateway's gate closed.
+
+    What the store does not tell because of an `outage` is as it was before.
+    """
     now = membership(state)
     counts = Counter(found.value for _, found, _ in state.states())
     return {
@@ -34,6 +40,7 @@ def fleet_view(state: FleetState, load: Load, closed_since: float | None) -> dic
             "workers": now.workers,
             "lost": now.lost,
         },
+        "store": {"since": outage.since, "reason": outage.why} if outage.since else None,
         "gateways": msgspec.to_builtins(state.gateways),
         "call": _call_view(state),
         "pause": msgspec.to_builtins(state.pause),

@@ -27,6 +27,7 @@ from fleet.facts.calls import Holder, Seat
 from fleet.facts.state import FleetState
 from fleet.gateways.gate import Load, LocalGate, add_up
 from fleet.gateways.lease import CLOCK_SLACK, Lease, Presence
+from fleet.gateways.outage import Outage
 from fleet.gateways.talk import AGAIN_S, Message, Question, Talk
 from fleet.ledger import Ledger
 
@@ -47,6 +48,7 @@ class Peers:
     ) -> None:
         self.me = uuid4().hex[:12]
         self.others: Mapping[str, Presence] = {}
+        self.outage = Outage("heartbeat")
         self._ledger = ledger
         self._gate = gate
         self._spawn = spawn
@@ -271,9 +273,11 @@ class Peers:
             try:
                 await self.beat()
             except FleetError as error:
-                log.warning("no heartbeat", extra={"error": error.message})
+                self.outage.failed(error.message)
             except Exception:  # then the lease ends and the gate closes: loud, and safe
                 log.exception("bug in the heartbeat")
+            else:
+                self.outage.over()
 
     async def _tell_news(self) -> None:
         """Say that the state has changed; several changes at once are one piece of news."""

@@ -15,6 +15,7 @@ from uuid import uuid4
 import msgspec
 
 from fleet.errors import StoreUnavailable
+from fleet.gateways.outage import Outage
 from fleet.store import Store
 
 log = logging.getLogger(__name__)
@@ -106,12 +107,14 @@ class Talk:
 
     async def listen(self, hear: Hear) -> None:
         """Take answers down and hand everything else that others say to `hear`, for ever."""
+        outage = Outage("hearing other gateways")
         while True:
             try:
                 async with self._store.subscribe(CHANNEL) as messages:
+                    outage.over()
                     await self._follow(messages, hear)
             except StoreUnavailable as error:
-                log.warning("gateways not heard", extra={"error": error.message})
+                outage.failed(error.message)
             except Exception:  # what one gateway says must not end those that cannot read it
                 log.exception("bug in hearing gateways")
             await asyncio.sleep(AGAIN_S)

@@ -246,7 +246,10 @@ class RedisStore:
                 yield
             except (RedisError, OSError) as error:
                 fact = str(error) or type(error).__name__
-                raise StoreUnavailable(f"{verb} {key!r} at {self._where}: {fact}") from error
+                raise StoreUnavailable(
+                    f"the store does not answer ({verb} {key!r} at {self._where}: {fact})",
+                    hint="retry once it does: GET /readyz of a gateway says whether it can",
+                ) from error
 
 
 @contextmanager

@@ -26,9 +26,7 @@ router = APIRouter(prefix="/fleet")
 @router.get("")
 async def fleet(request: Request) -> Response:
     """Summarise the fleet: version, phase, gate, membership, open round, replicas by state."""
-    return await _shown(
-        request, lambda g: fleet_view(g.ledger.state, g.load(), g.gate.closed_since)
-    )
+    return await _shown(request, _summary)
 
 
 @router.get("/replicas")
@@ -175,8 +173,12 @@ async def reset(request: Request, new_model: bool = False) -> Response:
         state = gateway.ledger.state
         fenced = {r.id: r.barred for r in state.replicas.values() if r.barred}
         wedged = {r.id: r.wedged for r in state.replicas.values() if r.wedged}
-        view = fleet_view(state, gateway.load(), gateway.gate.closed_since)
-        return {"fenced": fenced, "wedged": wedged, "fleet": view, **told(outcomes)}
+        return {
+            "fenced": fenced,
+            "wedged": wedged,
+            "fleet": _summary(gateway),
+            **told(outcomes),
+        }
 
     return await gateway.desk.serve(request, nothing, act, right=Right.OPERATOR)
 
@@ -204,6 +206,11 @@ def _refuse_member(state: FleetState, replica: str, hint: str) -> None:
 def _one(gateway: Gateway, replica: str) -> dict[str, Any]:
     views = replicas_view(gateway.ledger.state, gateway.load())
     return next(view for view in views if view["id"] == replica)
+
+
+def _summary(gateway: Gateway) -> dict[str, Any]:
+    gate, outage = gateway.gate, gateway.peers.outage
+    return fleet_view(gateway.ledger.state, gateway.load(), gate.closed_since, outage)
 
 
 async def _shown(request: Request, view: Callable[[Gateway], dict[str, Any]]) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from time import time
 
 import httpx
 import pytest
@@ -73,6 +74,31 @@ async def test_a_call_that_sent_nothing_may_be_retried_when_the_store_is_away(
         own_server.start()
         await wait_until(several.all[0].ready)
         await case.sync("2")
+
+
+async def test_an_outage_of_the_store_is_named_while_it_lasts_and_logged_once(
+    own_server: RedisServer, tmp_path: Path
+) -> None:
+    """Who looks at the fleet sees why its gate is closed; a log does not fill up with it."""
+    async with SimFleet(nccl(2)) as sim, gateways(sim, own_server.url, tmp_path, 1) as several:
+        case = several.case(0)
+        assert (await case.fleet())["store"] is None
+        own_server.kill()
+        await until_closed(case)
+        store = (await case.fleet())["store"]
+        assert "the store does not answer" in store["reason"]
+        assert store["since"] <= time()
+        own_server.start()
+        await wait_until(several.all[0].ready)
+        await wait_until(lambda: is_well(case))
+        log = several.all[0].log.read_text()
+        assert log.count("store fails what=heartbeat") == 1
+        assert log.count("store is back what=heartbeat") == 1
+
+
+async def is_well(case: Case) -> bool:
+    """Whether the fleet's summary names no outage."""
+    return (await case.fleet())["store"] is None
 
 
 async def test_a_store_that_comes_back_empty_is_given_what_the_gateways_know(
