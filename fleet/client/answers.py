@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from fleet.client.errors import BY_NAME, BY_STATUS, FleetError, Told, Unavailable
+from fleet.client.errors import (
+    BY_NAME,
+    BY_STATUS,
+    FleetError,
+    MembershipChanged,
+    Told,
+    Unavailable,
+)
 from fleet.facts.outcome import Outcome, Result
 
 _LONGEST_QUOTE = 500
@@ -19,10 +26,11 @@ _LONGEST_QUOTE = 500
 
 @dataclass(frozen=True)
 class Membership:
-    """How the trainer's group compares with the fleet, by the last control answer.
+    """How the trainer's group compares with the fleet, by the last control answer that tells.
 
     `changed` says that the next init would give another group, of `world_size` ranks; that is
-    None while nobody could lay it out.
+    None while nobody could lay it out. Refusals and failures tell it by the world size that they
+    name for the next init.
     """
 
     changed: bool = False
@@ -67,6 +75,18 @@ def membership_of(headers: Mapping[str, str]) -> Membership:
     told = headers.get("x-fleet-membership", "")
     size = re.search(r"world_size=(\d+)", told)
     return Membership("changed" in told, int(size.group(1)) if size else None)
+
+
+def membership_after(error: FleetError, asked: int | None) -> Membership | None:
+    """Return what an error tells of the membership, or None if it does not speak of it.
+
+    `asked` is the world size of the last init, None if there was none or it named no size.
+    """
+    if isinstance(error, MembershipChanged):
+        return Membership(changed=True, world_size=error.world_size)
+    if error.world_size is None or asked is None:
+        return None
+    return Membership(changed=error.world_size != asked, world_size=error.world_size)
 
 
 def rollout_of(headers: Mapping[str, str], content: bytes | None) -> Rollout:

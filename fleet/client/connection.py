@@ -19,9 +19,10 @@ _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.
 def options_of(base_url: str, token: str | None, timeouts: Timeouts) -> dict[str, Any]:
     """Return the arguments of an httpx client for this gateway.
 
-    Proxies of the environment are left out: a transfer outlasts their patience.
+    Proxies of the environment are left out: a transfer outlasts their patience. Raises ValueError
+    for what is no URL, which would otherwise be taken for a gateway that is not there yet.
     """
-    url = httpx.URL(base_url)
+    url = _url(base_url)
     secret = token if token is not None else url.password
     return {
         "base_url": url.copy_with(userinfo=b""),
@@ -29,6 +30,18 @@ def options_of(base_url: str, token: str | None, timeouts: Timeouts) -> dict[str
         "timeout": httpx.Timeout(timeouts.control_s, connect=timeouts.connect_s),
         "trust_env": False,
     }
+
+
+def _url(base_url: str) -> httpx.URL:
+    try:
+        url = httpx.URL(base_url)
+    except httpx.InvalidURL:
+        url = httpx.URL()
+    if url.scheme in ("http", "https") and url.host:
+        return url
+    bare = base_url.rpartition("@")[2]  # no token in a message
+    meant = bare if bare and ":/" not in bare else "gateway:8000"
+    raise ValueError(f"{bare!r} is not the URL of a gateway; write http://{meant}")
 
 
 def request_of(call: Call, timeouts: Timeouts) -> dict[str, Any]:

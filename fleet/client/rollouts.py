@@ -71,6 +71,7 @@ class AsyncFleetClient:
 
     `patience_s` is how long a rollout may be repeated that had no effect; 0 raises at once.
     Every method raises a `FleetError`; a model server's own refusal of a rollout is one too.
+    ValueError is raised here for a `base_url` that is none.
     """
 
     def __init__(
@@ -157,7 +158,10 @@ class AsyncFleetClient:
         await self.call(calls.resume())
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
-        """Abort rollouts, by the ids that their senders know, or all; return how many."""
+        """Abort rollouts, by the ids that their senders know, or all; return how many.
+
+        Of named ones that is the number of names, as vLLM counts: also of those that match nothing.
+        """
         return field_of(await self.call(calls.abort(request_ids)), "aborted", int)
 
     async def call(self, call: Call) -> Any:

@@ -20,7 +20,14 @@ from typing import Any, Self
 import httpx
 
 from fleet.client import calls
-from fleet.client.answers import Membership, body_of, error_of, field_of, membership_of
+from fleet.client.answers import (
+    Membership,
+    body_of,
+    error_of,
+    field_of,
+    membership_after,
+    membership_of,
+)
 from fleet.client.calls import Call, Timeouts
 from fleet.client.connection import lost, options_of, request_of
 from fleet.client.errors import Unavailable, Unreachable
@@ -32,7 +39,8 @@ class FleetWeightSyncClient:
     """Talks to one gateway; blocking, and safe to use from several threads.
 
     `timeouts` outlast the gateway's own deadlines. `patience_s` is how long a call may be
-    repeated that had no effect; 0 raises at once. Every method raises a `FleetError`.
+    repeated that had no effect; 0 raises at once. Every method raises a `FleetError`, and
+    ValueError is raised here for a `base_url` that is none. `membership` is as `Membership` says.
     """
 
     def __init__(
@@ -47,6 +55,7 @@ class FleetWeightSyncClient:
         self.patience_s = patience_s
         self.next_weight_version: str | None = None
         self.membership = Membership()
+        self._asked: int | None = None  # the world size of the last init
         # A fresh connection for each call: a reset on a used one could not be told from a lost
         # answer.
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -74,6 +83,7 @@ class FleetWeightSyncClient:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Let all workers join; returns when the whole group has met."""
+        self._asked = init_info.get("world_size")
         self.call(calls.init(init_info))
 
     def shutdown_weight_transfer_engine(self) -> None:
@@ -136,7 +146,10 @@ class FleetWeightSyncClient:
         return field_of(self.call(calls.is_paused()), "is_paused", bool)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> int:
-        """Abort rollouts, by the ids that their senders know, or all; return how many."""
+        """Abort rollouts, by the ids that their senders know, or all; return how many.
+
+        Of named ones that is the number of names, as vLLM counts: also of those that match nothing.
+        """
         return field_of(self.call(calls.abort(request_ids)), "aborted", int)
 
     def sleep(self, level: int = 1, mode: str = "keep") -> None:
@@ -182,6 +195,7 @@ class FleetWeightSyncClient:
             raise lost(str(call), error) from error
         error = error_of(str(call), answer.status_code, answer.headers, answer.content)
         if error is not None:
+            self.membership = membership_after(error, self._asked) or self.membership
             raise error
         if call.path != "/fleet":  # the operators' routes do not tell
             self.membership = membership_of(answer.headers)

@@ -10,9 +10,11 @@ import sys
 import pytest
 from pydantic import SecretStr
 
-from fleet.client import FleetError, FleetWeightSyncClient, Timeouts
+from fleet.client import AsyncFleetClient, FleetError, FleetWeightSyncClient, Timeouts
+from fleet.client.answers import Membership
 from fleet.client.errors import (
     AnswerLost,
+    BadInput,
     DeadlinePassed,
     Forbidden,
     MemberFailed,
@@ -78,6 +80,7 @@ async def test_a_wrong_world_size_names_the_right_one_as_a_number() -> None:
             with pytest.raises(WorldSizeMismatch) as refusal:
                 await aside(client.init_weight_transfer_engine, init_info(33))
             assert (refusal.value.status, refusal.value.world_size) == (409, 4)
+            assert client.membership == Membership(changed=True, world_size=4)
             with pytest.raises(WrongPhase, match="init"):
                 await aside(client.start_weight_update)
 
@@ -96,6 +99,27 @@ async def test_a_changed_membership_is_one_exception_and_the_number_of_the_next_
             with pytest.raises(MembershipChanged) as refusal:
                 await aside(client.start_weight_update)
             assert refusal.value.world_size == 4
+            assert client.membership == Membership(changed=True, world_size=4)
+
+
+async def test_a_refusal_tells_the_membership_as_well_as_an_answer_does() -> None:
+    """`client.membership` is what the last control answer said, also where that was no."""
+    async with case_of() as case:
+        with FleetWeightSyncClient(url_of(case)) as client:
+            await aside(join, client)
+            await case.replicas[1].die()
+            with pytest.raises(MembershipChanged):
+                await aside(client.start_weight_update)
+            assert client.membership == Membership(changed=True, world_size=3)
+            await aside(join, client)
+            assert not client.membership.changed
+            case.replicas[0].faults.add(UPDATE, "status", status=500)
+            with pytest.raises(MemberFailed, match="world_size=3"):
+                await aside(send, client)
+            assert client.membership == Membership(changed=False, world_size=3)
+            with pytest.raises(BadInput):
+                await aside(client.update_weight_version, "no spaces")
+            assert client.membership == Membership(changed=False, world_size=3)
 
 
 async def test_a_failure_carries_every_replicas_outcome_and_the_hint() -> None:
@@ -167,6 +191,27 @@ async def test_a_gateway_that_is_not_there_is_waited_for_but_not_for_ever() -> N
         answer = reply("200 OK", b'{"weight_version":"7"}')
         async with listener(answer, port):
             assert await asking == "7"
+
+
+@pytest.mark.parametrize("client", [FleetWeightSyncClient, AsyncFleetClient])
+@pytest.mark.parametrize(
+    ("base_url", "advice"),
+    [
+        ("127.0.0.1:8000", "write http://127.0.0.1:8000"),
+        ("gateway", "write http://gateway"),
+        ("trainer:t-secret@gateway:8000", "write http://gateway:8000"),
+        ("ftp://gateway", "write http://gateway:8000"),
+        ("", "write http://gateway:8000"),
+    ],
+)
+def test_what_is_no_url_is_refused_at_once_and_not_waited_for(
+    client: type, base_url: str, advice: str
+) -> None:
+    """Without a scheme nothing can ever be reached; what to write is said, without the token."""
+    with pytest.raises(ValueError, match="is not the URL of a gateway") as refusal:
+        client(base_url)
+    assert str(refusal.value).endswith(advice)
+    assert "t-secret" not in str(refusal.value)
 
 
 async def test_a_client_that_is_told_nothing_in_time_says_so() -> None:
