@@ -157,6 +157,14 @@ class Case:
             told = [(r["state"], r["reason"]) for r in found]
             raise AssertionError(f"expected {expected}, found {told}") from None
 
+    async def await_nobody(self, state: str) -> None:
+        """Wait until no replica is in this state."""
+
+        async def reached() -> bool:
+            return state not in await self.states()
+
+        await wait_until(reached)
+
     async def await_held(self, count: int) -> None:
         """Wait until so many rollouts are held at the gate."""
 
