@@ -126,8 +126,10 @@ def sim(
     }
     try:
         run(SimOptions(**options))
-    except (ValueError, OSError, OverflowError) as error:
-        _fail(f"{error}; choose other ports with --base-port")
+    except ValueError as error:
+        _fail(f"{error}; fleet sim --help says what there is")
+    except (OSError, OverflowError) as error:
+        _fail(f"{error}; choose other ports with --base-port{_or_control_port(control_port)}")
 
 
 @app.command()
@@ -217,7 +219,13 @@ def shared_counters(workers: int) -> Generator[None]:
         yield
 
 
+def _or_control_port(chosen: int | None) -> str:
+    return "" if chosen is None else " or --control-port"
+
+
 def _need_torch() -> None:
+    # Else each join that a trainer abandons fills the terminal with a stack trace of torch's C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if find_spec("torch") is None:
         _fail("simulated servers hold real tensors and need torch: pip install '.[sim]'")
 

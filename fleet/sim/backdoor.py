@@ -1,6 +1,7 @@
 """The control port of a simulated fleet: it answers for replicas that are down.
 
-What a replica's own /sim/ paths do, for any replica by its index, and booting a dead one.
+What a replica's own /sim/ paths do, for any replica by its index, and booting a dead one. One that
+is up is not booted a second time: that is a 409, and `restart` is the way.
 """
 
 from collections.abc import Sequence
@@ -93,6 +94,9 @@ class ControlPort:
 
     async def _start(self, request: web.Request) -> web.Response:
         replica = self._replica(request)
-        if not replica.alive:
-            await replica.start()
+        if replica.alive:
+            index = replica.index
+            told = f"replica {index} is up; POST /replicas/{index}/restart ends and boots it"
+            return answer({"detail": told}, 409)
+        await replica.start()
         return answer(replica.as_json())

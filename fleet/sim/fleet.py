@@ -15,7 +15,8 @@ From the command line, blocking until Ctrl-C or SIGTERM::
 The control port, if one is asked for, answers for replicas that are down as well:
 
 - GET /replicas; GET /replicas/{i}/log, /stats, /faults; DELETE /replicas/{i}/faults, /log
-- POST /replicas/{i}/faults, /die, /restart {"seconds": …}, /start
+- POST /replicas/{i}/faults, /die; /start boots one that is down, and is a 409 for one that is up;
+  /restart {"seconds": …} ends one, also inside a collective, and boots it so long after
 """
 
 import asyncio

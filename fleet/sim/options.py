@@ -3,8 +3,9 @@
 It holds choices only. Ports, boot-time identities and everything that changes live elsewhere.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Backend = Literal["gloo", "nccl", "ipc", "sharded_rdt", "nccl_m2n", "sparse_nccl", "modelexpress"]
 Topology = Literal["independent", "dense_dp", "moe_dp"]
@@ -58,8 +59,14 @@ class SimOptions:
             raise ValueError(f"replicas must be at least 1, got {self.replicas}")
         if self.world_sizes is not None and len(self.world_sizes) != self.replicas:
             raise ValueError(f"{len(self.world_sizes)} world sizes for {self.replicas} replicas")
-        if min(self.world_sizes or (self.world_size,)) < 1:
-            raise ValueError("a replica has at least one worker")
+        least = min(self.world_sizes or (self.world_size,))
+        if least < 1:
+            raise ValueError(f"world_size must be at least 1, got {least}")
+        if self.backend not in get_args(Backend):
+            known = ", ".join(get_args(Backend))
+            raise ValueError(f"backend must be one of {known}, got {self.backend!r}")
+        if not 0 <= self.token_delay_ms < math.inf:
+            raise ValueError(f"token_delay_ms must be 0 or more, got {self.token_delay_ms}")
 
     def workers_of(self, index: int) -> int:
         """Workers (TP times PP) of replica `index`."""

@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from fleet.sim import SimFleet, SimReplica
+from tests.ports import free_port
 from tests.sim.conftest import Http
 from tests.waiting import wait_until
 
@@ -183,6 +184,32 @@ async def test_control_port_revives_the_dead(http: Http) -> None:
             assert (await reply.json())["boots"] == 2
         async with http.session.get(base) as reply:
             assert [r["alive"] for r in (await reply.json())["replicas"]] == [True, True]
+
+
+async def test_control_port_says_that_a_replica_is_up_and_restarts_one_that_is_wedged(
+    http: Http,
+) -> None:
+    """A start that would do nothing is no success; what ends a lonely collective is named."""
+    async with SimFleet(replicas=1, control_port=0) as fleet:
+        replica, base = fleet.replicas[0], f"{fleet.control_url}/replicas"
+        lonely = {"master_address": "127.0.0.1", "master_port": free_port()}
+        body = {"init_info": {**lonely, "rank_offset": 1, "world_size": 2}}
+        init = asyncio.create_task(http.post(replica, "/init_weight_transfer_engine", body))
+
+        async def wedged() -> bool:
+            return replica.engine.wedged
+
+        await wait_until(wedged)
+        async with http.session.post(f"{base}/0/start") as reply:
+            assert reply.status == 409
+            assert "POST /replicas/0/restart" in (await reply.json())["detail"]
+        assert replica.engine.wedged
+        async with http.session.post(f"{base}/0/restart") as reply:
+            assert (reply.status, (await reply.json())["boots"]) == (200, 2)
+        assert not replica.engine.wedged
+        with pytest.raises(GONE):
+            await init
+        assert (await http.get(replica, "/health"))[0] == 200
 
 
 async def _read_stream(http: Http, replica: SimReplica, events: list[bytes]) -> None:
