@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import ipaddress
 import logging
 import math
 import resource
@@ -13,10 +14,11 @@ from collections.abc import Callable
 
 import uvicorn
 
-from fleet.errors import StoreUnavailable
+from fleet.errors import FleetError, StoreUnavailable
 from fleet.facts.address import url_host
 from fleet.store import open_store, store_address
 from gateway.app import Application, create_app
+from gateway.auth import Right, authorise
 from gateway.context import Gateway
 from gateway.discovery import source_of
 from gateway.front import Front
@@ -28,6 +30,10 @@ from gateway.workers import FirstOfAll, supervise
 
 log = logging.getLogger(__name__)
 
+OPEN_TO_ALL = (
+    "whoever reaches this port may update, reset and remove: no token is set; set "
+    "FLEET_AUTH__TRAINER_TOKEN and FLEET_AUTH__OPERATOR_TOKEN, or --host 127.0.0.1"
+)
 KEEP_ALIVE_S = 75
 BACKLOG = 4096
 
@@ -73,7 +79,10 @@ class FleetServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started and self._says_where():
             gateway = self._application.framework.state.gateway
-            log.info("serving", extra=_whereabouts(gateway, self.servers[0].sockets[0]))
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            log.info("serving", extra=_whereabouts(gateway, host, port))
+            if _is_open(gateway.settings) and not ipaddress.ip_address(host).is_loopback:
+                log.warning(OPEN_TO_ALL)
 
     async def on_tick(self, counter: int) -> bool:
         """Say whether to stop: also if the gateway behind the port has ended by itself."""
@@ -91,7 +100,7 @@ def serve(settings: Settings) -> int:
     Raises OSError if the port cannot be had, SettingsError if the store cannot be used, or if
     replicas are to be found as pods and this is none.
     """
-    configure_logging(settings.log)
+    configure_logging(settings.log, tells_process=settings.workers > 1)
     _raise_file_limit()
     asyncio.run(_check_store(settings))
     source_of(settings)  # what it lacks is told here, in one line, and not while serving
@@ -116,17 +125,30 @@ def _serve_on(listening: socket.socket, settings: Settings, says_where: Callable
     return int(application.has_failed)
 
 
-def _whereabouts(gateway: Gateway, listening: socket.socket) -> dict[str, object]:
-    """Return what whoever starts a gateway wants to see: its URL, and what is behind it."""
-    host, port = listening.getsockname()[:2]
+def _whereabouts(gateway: Gateway, host: str, port: int) -> dict[str, object]:
+    """Return what whoever starts a gateway wants to see: its URL, and what is behind it.
+
+    Nobody can open the address that stands for all of them: then the URL is this machine's own.
+    """
+    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return {
-        "url": f"http://{url_host(host)}:{port}",
+        "url": f"http://{url_host(own)}:{port}",
+        "listening": f"{url_host(host)}:{port}",
         "fleet": gateway.settings.name,
         "store": store_address(gateway.settings.store),
         "replicas": len(gateway.ledger.state.replicas),
         "discovery": gateway.settings.discovery.value,
         "version": gateway_version(),
     }
+
+
+def _is_open(settings: Settings) -> bool:
+    """Whether everyone has every right: none is guarded, for a guarded one guards the highest."""
+    try:
+        authorise((), Right.OPERATOR, settings.auth)
+    except FleetError:
+        return False
+    return True
 
 
 def _relax_collector() -> None:

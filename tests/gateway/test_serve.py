@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -39,14 +40,16 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 @asynccontextmanager
-async def served(*arguments: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process, str]]:
+async def served(
+    *arguments: str, **environment: str
+) -> AsyncGenerator[tuple[asyncio.subprocess.Process, str]]:
     """Run `fleet serve` on a free port; yields the process and its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     process = await asyncio.create_subprocess_exec(
         FLEET, "serve", "--host", "127.0.0.1", "--port", str(port), *arguments,
-        env=ENVIRONMENT, stderr=asyncio.subprocess.PIPE,
+        env=ENVIRONMENT | environment, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         yield process, f"http://127.0.0.1:{port}"
@@ -115,6 +118,7 @@ async def test_a_gateway_says_where_it_serves_and_for_which_fleet(own_server: Re
     _, _, fields = told.partition("serving ")
     assert dict(field.split("=", 1) for field in fields.split()) == {
         "url": url,
+        "listening": url.removeprefix("http://"),
         "fleet": "fleet",
         "store": own_server.url,
         "replicas": "2",
@@ -132,6 +136,53 @@ async def test_several_workers_say_once_where_they_serve(redis_url: str) -> None
         await wait_until(lambda: answers(http, 2))
         lines = await lines_of(process)
     assert len([line for line in lines if " serving " in line]) == 1
+    told = [line for line in lines if "Application startup complete" in line]
+    ids = {found.group(1) for line in told if (found := re.search(r"INFO +\[(\d+)\] ", line))}
+    assert len(ids) == 2
+    assert str(process.pid) not in ids
+
+
+async def test_the_url_that_is_said_can_be_opened_where_the_gateway_listens_on_all_addresses() -> (
+    None
+):
+    """0.0.0.0 is no address to call; where it listens is said beside it."""
+    async with served("--host", "0.0.0.0") as (process, url):
+        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
+            await wait_until(lambda: answers(http, 1))
+        lines = await lines_of(process)
+    (told,) = [line for line in lines if " serving " in line]
+    assert f" url={url} listening={url.replace('http://127.0.0.1', '0.0.0.0')} " in told
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "warned"),
+    [
+        ("0.0.0.0", {}, True),
+        ("0.0.0.0", {"FLEET_AUTH__REPLICA_TOKEN": "guards-no-route"}, True),
+        ("0.0.0.0", {"FLEET_AUTH__ROLLOUT_TOKEN": "a-rollout-token"}, False),
+        ("127.0.0.1", {}, False),
+    ],
+)
+async def test_a_gateway_that_is_open_to_all_says_so_once_and_how_to_guard_it(
+    host: str, token: dict[str, str], warned: bool
+) -> None:
+    """Whoever reaches the port may reset and remove; on this machine alone that is its owner."""
+    async with served("--host", host, **token) as (process, url):
+        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
+            await wait_until(lambda: reached(http))
+        lines = [line for line in await lines_of(process) if "no token is set" in line]
+    assert len(lines) == warned
+    for line in lines:
+        assert " WARNING " in line
+        assert "FLEET_AUTH__TRAINER_TOKEN" in line
+
+
+async def reached(http: httpx.AsyncClient) -> bool:
+    """Whether a gateway is ready for calls."""
+    try:
+        return (await http.get("/readyz")).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 async def answers(http: httpx.AsyncClient, gateways: int) -> bool:
