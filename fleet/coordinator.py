@@ -40,6 +40,7 @@ from fleet.performer import Errand, Performer
 from fleet.replicas.fanout import FanOut
 from fleet.replicas.registry import Registry
 from fleet.rules import wire
+from fleet.rules.advice import find_more
 from fleet.rules.bodies import FinishBody, InitBody, UpdateBody, check_version
 from fleet.rules.events import (
     Action,
@@ -213,7 +214,7 @@ class Coordinator:
         if (before := await self._calls.met(call)) is not None:
             return before
         holder = self._calls.hold("commit", call)
-        self._require(CommitRequested, "commit")
+        self._require(CommitRequested, f"commit of round {round_id}")
         errand = Errand()
         event = CommitRequested(now=time(), by=call.by, round=round_id, holder=holder)
         await self._drive(event, errand)
@@ -285,7 +286,7 @@ class Coordinator:
         if len(candidates) < needed:
             raise MembershipChanged(
                 f"{len(candidates)} replicas can join a group, {needed} are needed",
-                hint=_with_left_out("start or repair replicas, then init again", left_out),
+                hint=_with_left_out(find_more(self._ledger.state), left_out),
             )
 
     def _check_update(self, body: UpdateBody) -> Layout:
@@ -332,14 +333,14 @@ class Coordinator:
         except StoreUnavailable as error:
             raise DeadlinePassed(
                 f"outcome unknown: replicas were called, then the store failed ({error.message})",
-                hint="look at GET /fleet; if the round is still open, POST /fleet/reset and init "
-                "again",
+                hint="look at GET /fleet; if the round is still open, POST /fleet/reset and "
+                "re-init",
             ) from error
         except IllegalTransition as error:
             await self._take_back_pause(errand)
             raise WrongPhase(
                 f"the round was taken over while this call was on its way ({error.message})",
-                hint="look at GET /fleet, then init again",
+                hint="look at GET /fleet, then re-init",
             ) from error
         failure = self._failure(errand)
         if failure is not None:

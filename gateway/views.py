@@ -11,6 +11,7 @@ from fleet.facts.replica import Replica, ReplicaState
 from fleet.facts.state import UNSET_VERSION, FleetState, Round
 from fleet.gateways.gate import Load
 from fleet.gateways.outage import Outage
+from fleet.rules.advice import next_step
 from fleet.rules.membership import membership
 
 
@@ -18,6 +19,8 @@ def fleet_view(
     state: FleetState, load: Load, closed_since: float | None, outage: Outage
 ) -> dict[str, Any]:
     """Return the summary of GET /fleet; `closed_since` is when this gateway's gate closed.
+
+    `hint` says what to do next, as in errors; None if nothing is wrong.
 
     What the store does not tell because of an `outage` is as it was before.
     """
@@ -46,6 +49,7 @@ def fleet_view(
         "pause": msgspec.to_builtins(state.pause),
         "round": round_view(state.round) if state.round else None,
         "replicas": dict(counts),
+        "hint": next_step(state),
     }
 
 
@@ -87,6 +91,7 @@ def _replica_view(
         "instance": replica.instance,
         "backend": replica.backend,
         "deployment": topology.deployment if topology else None,
+        "version_holds": replica.barred is None and replica.reachable,
     }
 
 

@@ -14,11 +14,13 @@ from fleet.errors import (
     RoundOpen,
     WrongPhase,
 )
-from fleet.facts.outcome import Outcome, Result, describe_failures
+from fleet.facts.outcome import Outcome, describe_failures
 from fleet.facts.state import ON_THE_WAY, ROUND_OPEN, FleetState, Phase
+from fleet.rules.advice import next_init, next_step
 from fleet.rules.barrier import only_deadlines_passed
 from fleet.rules.events import (
     Answered,
+    CommitRequested,
     Event,
     FinishFailed,
     InitFailed,
@@ -30,7 +32,7 @@ from fleet.rules.events import (
     UpdateFailed,
 )
 from fleet.rules.holding import story
-from fleet.rules.membership import marked, membership
+from fleet.rules.membership import membership
 from fleet.rules.rounds import TRANSITIONS
 
 _PHASE_OF: dict[type[Answered], str] = {
@@ -63,26 +65,50 @@ def what_next(state: FleetState, event: type[Event], call: str, now: float) -> F
     if event in TRANSITIONS[state.phase]:
         return None
     message = story(state, call, now)
+    if event is CommitRequested:
+        return WrongPhase(message, hint=_ONLY_A_FAILED_FINISH)
     if state.phase is Phase.FAILED:
-        hint = f"re-init with {_with_or_without(state, _waited_in_failed(state))}"
-        return MembershipChanged(message, hint=hint)
+        return MembershipChanged(message, hint=next_step(state))
+    wait = f"wait for the {_on_its_way(state)} that is on its way"
     if event in (InitRequested, StartRequested, ShutdownRequested) and state.phase in _BUSY:
-        return RoundOpen(
-            message,
-            hint="wait for its finish, or POST /fleet/reset to abandon it (members that may be "
-            "mixed stay fenced until a full update)",
-        )
-    return WrongPhase(message, hint=_STEPS[state.phase])
+        return RoundOpen(message, hint=_HELD[state.phase].format(wait=wait))
+    return WrongPhase(message, hint=_STEPS[state.phase].format(wait=wait))
 
 
 _BUSY = ROUND_OPEN | {Phase.INITIALIZING}
-
-_STEPS: dict[Phase, str] = dict.fromkeys(ON_THE_WAY, "wait for the call that is on its way") | {
-    Phase.IDLE: "POST /init_weight_transfer_engine first",
-    Phase.INITIALIZING: "wait for the init that is on its way",
-    Phase.INITIALIZED: "POST /start_weight_update first",
+_ONLY_A_FAILED_FINISH = (
+    "only a round whose finish failed on some members can be committed by hand, once, and only "
+    "until the next init; GET /fleet/rounds says what became of each"
+)
+_ABANDON = (
+    "POST /fleet/reset to abandon it (members that may be mixed stay fenced until a full update)"
+)
+_HELD: dict[Phase, str] = dict.fromkeys(_BUSY, f"wait for its finish, or {_ABANDON}") | {
+    Phase.INITIALIZING: "{wait}, or POST /fleet/reset to abandon it",
+    Phase.STARTED: "if it is yours, POST /update_weights, then /finish_weight_update; else wait "
+    f"for its finish, or {_ABANDON}",
+    Phase.UNDOING: f"{{wait}} and is being taken back, or {_ABANDON}",
+    Phase.COMMITTED: "{wait}",
+}
+"""What to do about a round that somebody else holds; a member cannot be mixed before a start."""
+_STEPS: dict[Phase, str] = dict.fromkeys(ON_THE_WAY, "{wait}") | {
+    Phase.IDLE: "POST /init_weight_transfer_engine first, then /start_weight_update",
+    Phase.INITIALIZED: "POST /start_weight_update first (no update is open, the last one may be "
+    "over already)",
+    Phase.UNDOING: "{wait} and is being taken back, then start again",
+    Phase.COMMITTED: "{wait}, then POST /start_weight_update for the next update",
     Phase.STARTED: "POST /update_weights, then /finish_weight_update",
 }
+_CALLS: dict[Phase, str] = {
+    Phase.INITIALIZING: "init",
+    Phase.UPDATING: "update",
+    Phase.FINISHING: "finish",
+    Phase.COMMITTED: "finish",
+}
+
+
+def _on_its_way(state: FleetState) -> str:
+    return state.holder.what if state.holder else _CALLS.get(state.phase, "start")
 
 
 def count_states(state: FleetState) -> str:
@@ -104,58 +130,25 @@ def failure_kind(outcomes: Mapping[str, Outcome]) -> type[MemberFailed | Deadlin
 
 def _hint(event: Answered, state: FleetState) -> str:
     if isinstance(event, PauseFailed):
-        if any(o.outcome is Result.UNREACHABLE for o in event.outcomes.values()):
-            return f"what had been paused was resumed; re-init with {membership(state).next_world}"
-        return "what had been paused was resumed; retry start"
+        return f"what had been paused was resumed; {_start_again(state)}"
     if isinstance(event, StartFailed):
-        return "what had been started was taken back; retry start, or init again if it persists"
-    again = _next_init(event, state)
-    if not isinstance(event, InitFailed):
-        again += " and send a full update"
-    return f"{again}; rollouts wait for at most the gate's time meanwhile"
+        told = f"what had been started was taken back; {_start_again(state)}"
+        return told if membership(state).lost else f"{told}, or re-init if that fails again"
+    return after_failure(state)
 
 
-def _next_init(event: Answered, state: FleetState) -> str:
-    """Say which init comes next, and what it takes; who merely waited for the culprit is in it."""
-    again = f"init again with {_with_or_without(state, _waiting(event.outcomes))}"
-    refused = [r for r, o in event.outcomes.items() if o.outcome is Result.FAILED]
-    if refused and isinstance(event, InitFailed):
-        again += f" (restart {', '.join(refused)} if that fails there again)"
-    return again
+def after_failure(state: FleetState, what: str = "") -> str:
+    """Return what to do after a call that failed, also when that is told again later.
+
+    `what` is the call if its gateway was lost: then a start has been taken back.
+    """
+    if what == "start" and state.phase is Phase.INITIALIZED:
+        return f"what had been started was taken back; {_start_again(state)}"
+    return (state.phase is Phase.FAILED and next_step(state)) or next_init(state)
 
 
-def _with_or_without(state: FleetState, waiting: list[str]) -> str:
-    """Say what the next init needs, with and without those who may answer again any moment."""
-    still = [r for r in waiting if (known := state.replicas.get(r)) and known.wedged]
-    whole = marked(state, still, wedged=None)
-    told = membership(whole).next_world
-    if still:
-        without = membership(state).next_world
-        told += f" once {', '.join(still)} answered ({without} without)"
-    return told + _left_out(whole)
-
-
-def _waiting(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """Return who sat in the collective when someone else failed it: no fault of theirs."""
-    if only_deadlines_passed(outcomes):
-        return []
-    return [r for r, o in outcomes.items() if o.outcome is Result.WEDGED]
-
-
-def _waited_in_failed(state: FleetState) -> list[str]:
-    """Return who sat in the collective that somebody else failed, from the round's record."""
-    records = state.round.records if state.round else ()
-    collectives = [r for r in records if r.phase in (Phase.INITIALIZING, Phase.UPDATING)]
-    if not collectives:
-        return []
-    found = {r: arrival.outcome for r, arrival in collectives[-1].replicas.items()}
-    if not {Result.FAILED, Result.UNREACHABLE} & set(found.values()):
-        return []
-    return [r for r, outcome in found.items() if outcome is Result.WEDGED]
-
-
-def _left_out(state: FleetState) -> str:
-    silent = [r.id for r in state.replicas.values() if r.wedged or r.lost]
-    if not silent:
-        return ""
-    return f" (left out until they answer again, a restart helps: {', '.join(silent)})"
+def _start_again(state: FleetState) -> str:
+    """Say how a start that was taken back is made good: by itself only if nobody was lost."""
+    if membership(state).lost:
+        return f"{next_init(state)}, then start again"
+    return "start again"

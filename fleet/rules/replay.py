@@ -11,8 +11,7 @@ from fleet.facts.calls import Ended, Past
 from fleet.facts.outcome import Outcome, Result
 from fleet.facts.state import FleetState
 from fleet.rules.events import Answered, FinishArrived, InitArrived, StartArrived, UpdateArrived
-from fleet.rules.explain import count_states, error_of
-from fleet.rules.membership import membership
+from fleet.rules.explain import after_failure, count_states, error_of
 
 _MAIN: dict[str, type[Answered]] = {
     "init": InitArrived,
@@ -43,7 +42,7 @@ def in_doubt(ended: Ended) -> FleetError:
         f"an equal {what} was carried out by gateway {ended.holder.gateway}, which has died since, "
         "so nobody knows whether its answer was delivered: this may be a retry of it or a new one",
         hint="if it was a retry, go on with the next call; if it is a new one, send it with an "
-        "Idempotency-Key header of its own, or init again",
+        "Idempotency-Key header of its own, or re-init",
     )
 
 
@@ -52,7 +51,7 @@ def _lost(ended: Ended, state: FleetState) -> FleetError:
     return DeadlinePassed(
         f"outcome unknown: {why}. Fleet now: {count_states(state)}; weight_version "
         f"{state.weight_version or 'default'}.",
-        hint=f"init again with {membership(state).next_world} and send a full update",
+        hint=after_failure(state, ended.holder.what),
     )
 
 

@@ -340,8 +340,11 @@ def _commit_requested(state: FleetState, event: CommitRequested) -> Step:
     done, holders = round_of(state), completed(state)
     if done.id != event.round or not holders or not done.full:
         raise IllegalTransition(
-            f"{name_of(state)} cannot be committed: only the current round can, if it was a full "
-            f"update and a member has finished it (they are {', '.join(ids_of(holders)) or 'none'})"
+            f"round {event.round} cannot be committed: only the current round can, if it was a "
+            f"full update and a member has finished it (it is {done.id}, "
+            f"{'full' if done.full else 'not full'}, finished by "
+            f"{', '.join(ids_of(holders)) or 'none'})",
+            hint="GET /fleet/rounds says what became of each round, GET /fleet what to do next",
         )
     told = f"{done.reason}; committed by {event.by} for {', '.join(ids_of(holders))}"
     state = state.with_commit(done.version if done.version is not None else state.weight_version)

@@ -126,7 +126,7 @@ def _check_world_size(asked: int, layout: Layout) -> None:
             f"world_size is {asked}, but this fleet needs {layout.world_size}: "
             f"{layout.base} trainer ranks + {layout.workers} workers on "
             f"{len(layout.slots)} replicas",
-            hint=f"init again with world_size={layout.world_size} "
+            hint=f"re-init with world_size={layout.world_size} "
             "(GET /get_world_size gives the workers)",
         )
 
@@ -153,7 +153,7 @@ def _check_sharded(init_info: Mapping[str, Any], layout: Layout) -> None:
     if asked not in (0, layout.workers):
         raise WorldSizeMismatch(
             f"num_consumers is {asked}, but this fleet has {layout.workers} workers",
-            hint=f"init again with num_consumers={layout.workers}",
+            hint=f"re-init with num_consumers={layout.workers}",
         )
 
 

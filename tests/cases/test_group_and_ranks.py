@@ -84,7 +84,7 @@ async def test_case_4_a_trainer_that_never_joins_gets_a_bounded_typed_error() ->
     options = SimOptions(replicas=2, init_timeout_s=2.0)
     async with case_of(options, timeouts=fast(init_s=0.5)) as case:
         answer = await _lonely_init(case, world_size=3)
-        body = check_error(answer, 504, "init failed on", "init again")
+        body = check_error(answer, 504, "init failed on", "re-init")
         assert body["error"]["type"] == "DeadlinePassed"
         assert set(outcomes_of(answer).values()) == {"wedged"}
         assert await case.states() == ["wedged", "wedged"]

@@ -139,7 +139,7 @@ async def test_case_12_the_rounds_own_pause_is_taken_back_too() -> None:
         case.forget_logs()
         case.replicas[3].faults.add("/pause", "status")
         answer = await case.start()
-        check_error(answer, 503, "pause failed on", "retry start")
+        check_error(answer, 503, "pause failed on", "start again")
         assert int(answer.headers["Retry-After"]) >= 1
         assert all(START not in sent for sent in case.all_sent())
         assert [r.engine.paused for r in case.replicas] == [None] * 4

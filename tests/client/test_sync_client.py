@@ -136,7 +136,7 @@ async def test_a_failure_carries_every_replicas_outcome_and_the_hint() -> None:
         assert outcomes[second].status == 500
         assert set(outcomes) == {first, second, third}
         assert failure.value.hint is not None
-        assert "init again" in failure.value.hint
+        assert "re-init" in failure.value.hint
 
 
 async def test_a_call_that_had_no_effect_is_made_again() -> None:

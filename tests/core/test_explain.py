@@ -70,10 +70,10 @@ def failure(phase: Phase, kind: type[Answered], **outcomes: Outcome) -> FleetErr
 @pytest.mark.parametrize(
     ("phase", "kind", "word", "next_step"),
     [
-        (Phase.INITIALIZING, InitFailed, "init", "init again with world_size=8"),
-        (Phase.STARTING, StartFailed, "start", "retry start"),
-        (Phase.UPDATING, UpdateFailed, "update", "init again with world_size=8 and send a full"),
-        (Phase.FINISHING, FinishFailed, "finish", "init again with world_size=8 and send a full"),
+        (Phase.INITIALIZING, InitFailed, "init", "re-init with world_size=8"),
+        (Phase.STARTING, StartFailed, "start", "start again, or re-init if that fails again"),
+        (Phase.UPDATING, UpdateFailed, "update", "re-init with world_size=8 and send a full"),
+        (Phase.FINISHING, FinishFailed, "finish", "re-init with world_size=8 and send a full"),
     ],
 )
 def test_a_failed_phase_names_who_what_of_the_rest_and_what_next(
@@ -92,22 +92,28 @@ def test_the_state_of_the_rest_is_counted_in_words() -> None:
     """After a failed update everyone is fenced, the silent one wedged."""
     error = failure(Phase.UPDATING, UpdateFailed, a=WEDGED, b=FAILED)
     assert "Fleet now: 2 fenced, 1 wedged" in error.message
-    assert "with world_size=8 once a answered (world_size=7 without)" in (error.hint or "")
+    assert error.hint == (
+        "let the trainer leave its group (or stop it), so that a answers again; then re-init with "
+        "world_size=8 and send a full update; restart who stays silent, or re-init with "
+        "world_size=7 without it; rollouts wait meanwhile, each for at most FLEET_GATE__TIMEOUT_S"
+    )
 
 
 def test_who_waited_for_the_culprit_is_not_blamed() -> None:
     """The one that failed comes first, and is the one to restart if it fails there again."""
     error = failure(Phase.INITIALIZING, InitFailed, a=WEDGED, b=FAILED)
     assert error.message.startswith("init failed on b: failed (engine said no); a: wedged")
-    assert "restart b if that fails there again" in (error.hint or "")
-    assert "restart helps" not in (error.hint or "")
+    assert (error.hint or "").endswith("; restart b if the init fails there again")
+    assert "left out" not in (error.hint or "")
 
 
 def test_who_is_silent_at_the_deadline_is_left_out_until_it_answers() -> None:
     """Nobody failed, so the silent ones are what is wrong."""
     error = failure(Phase.UPDATING, UpdateFailed, a=WEDGED)
-    assert "world_size=7" in (error.hint or "")
-    assert "left out until they answer again, a restart helps: a" in (error.hint or "")
+    assert (error.hint or "").startswith(
+        "re-init with world_size=7 and send a full update (left out until they answer again: a; "
+        "let the trainer leave its group, then restart who does not)"
+    )
 
 
 @pytest.mark.parametrize("silence", [WEDGED, TIMEOUT])
@@ -127,7 +133,7 @@ def test_a_pause_that_was_not_reached_may_be_retried(outcome: Outcome) -> None:
     """Nothing was started, so the caller may simply come again."""
     error = failure(Phase.PAUSING, PauseFailed, b=outcome)
     assert type(error) is PauseNotReached
-    assert error.hint == "what had been paused was resumed; retry start"
+    assert error.hint == "what had been paused was resumed; start again"
 
 
 @pytest.mark.parametrize("kind", [InitArrived, Resumed])
@@ -177,12 +183,24 @@ def test_every_call_that_does_not_follow_is_told_what_does(
     [
         (Phase.IDLE, StartRequested, WrongPhase, "POST /init_weight_transfer_engine first"),
         (Phase.IDLE, FinishRequested, WrongPhase, "POST /init_weight_transfer_engine first"),
-        (Phase.INITIALIZED, UpdateRequested, WrongPhase, "POST /start_weight_update first"),
-        (Phase.INITIALIZING, InitRequested, RoundOpen, "wait for its finish"),
-        (Phase.STARTED, StartRequested, RoundOpen, "POST /fleet/reset to abandon it"),
+        (
+            Phase.INITIALIZED,
+            UpdateRequested,
+            WrongPhase,
+            "POST /start_weight_update first",
+        ),
+        (Phase.INITIALIZED, FinishRequested, WrongPhase, "the last one may be over"),
+        (Phase.INITIALIZING, InitRequested, RoundOpen, "wait for the init that is on its way, or"),
+        (Phase.INITIALIZING, UpdateRequested, WrongPhase, "wait for the init that is on its way"),
+        (Phase.PAUSING, UpdateRequested, WrongPhase, "wait for the start that is on its way"),
+        (Phase.PAUSING, InitRequested, RoundOpen, "wait for its finish, or POST /fleet/reset"),
+        (Phase.UNDOING, FinishRequested, WrongPhase, "is being taken back, then start again"),
+        (Phase.STARTED, StartRequested, RoundOpen, "if it is yours, POST /update_weights, then"),
         (Phase.STARTED, InitRequested, RoundOpen, "POST /fleet/reset to abandon it"),
         (Phase.UPDATING, ShutdownRequested, RoundOpen, "POST /fleet/reset to abandon it"),
-        (Phase.UPDATING, UpdateRequested, WrongPhase, "wait for the call that is on its way"),
+        (Phase.UPDATING, UpdateRequested, WrongPhase, "wait for the update that is on its way"),
+        (Phase.COMMITTED, UpdateRequested, WrongPhase, "wait for the finish that is on its way"),
+        (Phase.COMMITTED, InitRequested, RoundOpen, "wait for the finish that is on its way"),
         (Phase.FAILED, StartRequested, MembershipChanged, "re-init with world_size=8"),
         (Phase.FAILED, FinishRequested, MembershipChanged, "re-init with world_size=8"),
     ],
@@ -216,12 +234,11 @@ def test_a_call_that_is_on_its_way_is_told_with_its_age() -> None:
 
 
 def test_after_a_failure_the_silent_ones_are_named_in_the_hint() -> None:
-    """A re-init without them works, a restart brings them back."""
+    """A re-init without them works; what brings them back is told."""
     state = marked(fleet_in(Phase.FAILED), ["b"], wedged="silent")
     refusal = what_next(state, StartRequested, "start", NOW)
     assert refusal is not None
-    assert "world_size=6 (left out until they answer again" in (refusal.hint or "")
-    assert "b)" in (refusal.hint or "")
+    assert "(left out until they answer again: b; let the trainer" in (refusal.hint or "")
 
 
 def test_an_empty_fleet_is_counted_as_no_replicas() -> None:

@@ -93,7 +93,7 @@ def test_sharded_rdt_with_a_wrong_number_of_consumers_is_told_the_right_one() ->
     """Refused before anyone hangs in a rendezvous."""
     with pytest.raises(WorldSizeMismatch, match="this fleet has 4 workers") as caught:
         bodies("sharded_rdt", {"num_consumers": 5}, EQUAL)
-    assert caught.value.hint == "init again with num_consumers=4"
+    assert caught.value.hint == "re-init with num_consumers=4"
 
 
 @pytest.mark.parametrize("backend", ["nccl_m2n", None])

@@ -341,7 +341,7 @@ async def test_a_frozen_gateway_whose_call_was_taken_over_changes_nothing_when_i
         await there.first_sync("2")
         before = await there.fleet()
         several.all[0].thaw()
-        check_error(await stuck, 409, "init again")
+        check_error(await stuck, 409, "re-init")
         after = await there.fleet()
         for fact in ("weight_version", "phase", "generation", "replicas"):
             assert after[fact] == before[fact]
