@@ -15,7 +15,14 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from fleet.errors import BadInput, DeadlinePassed, MemberFailed, PauseNotReached, WrongPhase
+from fleet.errors import (
+    BadInput,
+    DeadlinePassed,
+    MemberFailed,
+    PauseNotReached,
+    Refused,
+    WrongPhase,
+)
 from fleet.facts.layout import count_workers
 from fleet.facts.options import FleetOptions
 from fleet.facts.outcome import Outcome, describe_failures, skipped
@@ -33,6 +40,8 @@ from fleet.rules.membership import candidates_for, common_backend, marked, relab
 change = msgspec.structs.replace
 
 Outcomes = dict[str, Outcome]
+Among = tuple[list[str], Outcomes]
+"""Who is to be called, and why the others are skipped."""
 
 PAUSE_MODES = ("abort", "wait", "keep")
 NEAR_SESSION = IN_SESSION | {Phase.PAUSING}
@@ -224,27 +233,55 @@ class Controls:
         with self._between(NEAR_SESSION, what, "finish or reset the round first"):
             return await self._broadcast(call, what)
 
-    async def _broadcast(self, call: Call, what: str) -> Outcomes:
-        targets, outcomes = self._reachable(self._ledger.state)
+    async def _broadcast(self, call: Call, what: str, among: Among | None = None) -> Outcomes:
+        targets, others = among or self._reachable(self._ledger.state)
         self.broadcasts += 1  # what it changes at the replicas, no fact of the fleet tells
-        outcomes |= await self._ask(targets, call)
+        outcomes = others | await self._ask(targets, call)
         self._raise_if_failed(what, outcomes)
         return outcomes
 
+    async def check_weights(self, call: Call) -> Outcomes:
+        """Make one call that reads weights where the committed ones must be; Refused if nowhere.
+
+        Who holds others by design, or nobody knows which, would only raise a false alarm.
+        """
+        what = "weight_checker"
+        with self._between(NEAR_SESSION, what, "finish or reset the round first"):
+            return await self._broadcast(call, what, self._with_weights(what, _why_unlike))
+
     async def reset_weights(self, call: Call) -> Outcomes:
-        """Let every replica throw its weights away; none serves again before a full update."""
+        """Let every replica throw its weights away; none serves again before a full update.
+
+        One whose weights sleep is fenced as the others are, and not called: it would die of it.
+        """
         what, hint = "weight_checker reset", "finish or reset the round first"
         with self._between(NEAR_SESSION, what, hint):
-            targets, _ = self._reachable(self._ledger.state)
+            among = self._with_weights(what, _why_unread)
+            fenced, _ = self._reachable(self._ledger.state)
             why = "weight_checker has reset its weights"
 
             def fence(state: FleetState) -> FleetState:
                 _refuse_in(NEAR_SESSION, state, what, hint)
-                return marked(state, targets, fence=why, holds=None)
+                return marked(state, fenced, fence=why, holds=None)
 
             await self._ledger.amend(fence)
             await self._gate.closed()
-            return await self._broadcast(call, what)
+            return await self._broadcast(call, what, among)
+
+    def _with_weights(self, what: str, why_not: Callable[[FleetState, Replica], str]) -> Among:
+        """Return whose weights a call is meant for, and why not the others'."""
+        state = self._ledger.state
+        targets, outcomes = self._reachable(state)
+        unfit = {r: why for r in targets if (why := why_not(state, state.replicas[r]))}
+        outcomes |= {r: skipped(why) for r, why in unfit.items()}
+        if len(unfit) == len(targets):
+            told = "; ".join(f"{r}: {outcome.detail}" for r, outcome in outcomes.items())
+            raise Refused(
+                f"{what}: there is no replica to ask ({told or 'no replicas'})",
+                hint="wake up who sleeps; init again and send a full update for the others",
+                outcomes=outcomes,
+            )
+        return [r for r in targets if r not in unfit], outcomes
 
     async def ask_everyone(self, call: Call) -> Outcomes:
         """Make one harmless call on every replica that can answer, whatever the phase."""
@@ -275,7 +312,7 @@ class Controls:
         return await self._performer.ask(targets, lambda _: call, self._options.deadlines.control_s)
 
     @staticmethod
-    def _reachable(state: FleetState) -> tuple[list[str], Outcomes]:
+    def _reachable(state: FleetState) -> Among:
         """Return who can be called, and why the others are skipped."""
         targets: list[str] = []
         others: Outcomes = {}
@@ -323,6 +360,28 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def _is_current(state: FleetState, replica: Replica) -> bool:
     return replica.holds == state.commit_index and replica.fence is None
+
+
+def _why_unread(state: FleetState, replica: Replica) -> str:
+    """Return why a call must not touch a replica's weights, empty if it may.
+
+    From sleep level 1 on they are not in the GPU's memory, and an engine that reaches for them dies
+    (vllm/device_allocator/cumem.py: sleep, 0.33). Level 0 leaves them where they are.
+    """
+    del state
+    sleep = replica.sleep
+    if sleep is None or sleep.level == 0 or "weights" in sleep.awake:
+        return ""
+    return f"its weights are asleep (level {sleep.level})"
+
+
+def _why_unlike(state: FleetState, replica: Replica) -> str:
+    """Return why a replica's weights need not be the committed ones, empty if they must be."""
+    if replica.barred is not None:
+        return replica.barred
+    if not _is_current(state, replica):
+        return "does not hold the committed version"
+    return _why_unread(state, replica)
 
 
 def _clears(state: FleetState, *, clear_cache: bool) -> bool:

@@ -15,6 +15,7 @@ from fastapi.responses import PlainTextResponse
 
 from fleet.errors import BadInput, MemberFailed, NotAllowed
 from fleet.facts.outcome import Outcome
+from fleet.facts.replica import Replica
 from fleet.facts.state import UNSET_VERSION
 from fleet.replicas.replica_client import Call
 from fleet.rules.bodies import FinishBody, InitBody, UpdateBody, VersionBody, check_version, decode
@@ -227,7 +228,10 @@ class _Checker(msgspec.Struct, frozen=True):
 
 @router.post("/weight_checker")
 async def weight_checker(request: Request) -> Response:
-    """Checksum, reset or compare every replica's weights; replicas that differ are a failure."""
+    """Checksum, compare or reset weights; replicas that differ are a failure.
+
+    Those that need not hold the committed version are not compared, only told as skipped.
+    """
     gateway = gateway_of(request)
 
     def parse(body: bytearray) -> tuple[_Checker, bytes]:
@@ -244,30 +248,58 @@ async def weight_checker(request: Request) -> Response:
         if checker.action == "reset":
             outcomes = await gateway.controls.reset_weights(call)
         else:
-            outcomes = await gateway.controls.broadcast(call, "weight_checker")
-        return {**_checked(checker.action, outcomes), **told(outcomes)}
+            outcomes = await gateway.controls.check_weights(call)
+        servers = {r: gateway.ledger.state.replicas.get(r) for r in outcomes}
+        units = {r: _unit_of(server) or r for r, server in servers.items()}
+        return {**_checked(checker.action, outcomes, units), **told(outcomes)}
 
     return await gateway.desk.serve(request, parse, act)
 
 
-def _checked(action: str, outcomes: Outcomes) -> dict[str, Any]:
+def _unit_of(server: Replica | None) -> str | None:
+    return server.topology.deployment if server and server.topology else None
+
+
+def _checked(action: str, outcomes: Outcomes, units: dict[str, str]) -> dict[str, Any]:
     """Return what vLLM's answer would say if the fleet were one server."""
     answers = {r: o.answer for r, o in outcomes.items() if o.ok}
     if action == "reset":
         return {"status": "reset"}
     if action == "compare":
-        bad = {str(name) for a in answers.values() for name in items_of(a, "mismatches")}
+        bad = _mismatches(answers, units)
         return {"match": not bad, "mismatches": sorted(bad)}
-    merged: dict[str, str] = {}
+    return {"checksums": _merged(answers, outcomes)}
+
+
+def _mismatches(answers: dict[str, Any], units: dict[str, str]) -> set[str]:
+    """Return what differs anywhere from the baseline.
+
+    A server of a deployment also names what only its siblings have (the prefix tells whose it is,
+    vllm/v1/worker/gpu_worker.py, 0.33), so there a name counts if all of them name it.
+    """
+    found: dict[str, set[str]] = {}
     for replica, answer in answers.items():
-        for name, checksum in table_of(answer, "checksums").items():
-            if merged.setdefault(name, checksum) != checksum:
-                raise MemberFailed(
-                    f"the replicas hold different weights: {name} of {replica} differs",
-                    hint="send a full update",
-                    outcomes=outcomes,
-                )
-    return {"checksums": merged}
+        names = {str(name) for name in items_of(answer, "mismatches")}
+        found[units[replica]] = found.get(units[replica], names) & names
+    return {name for names in found.values() for name in names}
+
+
+def _merged(answers: dict[str, Any], outcomes: Outcomes) -> dict[str, str]:
+    """Return every checksum; MemberFailed if replicas of one shape differ.
+
+    Shards of unequal replicas differ by nature, and so do their names.
+    """
+    shapes: dict[frozenset[str], dict[str, Any]] = {}
+    for replica, answer in answers.items():
+        table = table_of(answer, "checksums")
+        first = shapes.setdefault(frozenset(table), table)
+        if differing := [name for name in table if table[name] != first[name]]:
+            raise MemberFailed(
+                f"the replicas hold different weights: {differing[0]} of {replica} differs",
+                hint="send a full update",
+                outcomes=outcomes,
+            )
+    return {name: digest for table in shapes.values() for name, digest in table.items()}
 
 
 # ---- sleep and caches --------------------------------------------------------------------------
