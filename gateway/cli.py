@@ -7,6 +7,7 @@ the commands that need them.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Generator
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import httpx
 import typer
@@ -41,6 +42,9 @@ _Misuse: type[Exception] = typer.BadParameter.__mro__[1]
 """What typer raises for any wrong use of the command line; it exports only this child of it."""
 
 
+_VALIDATORS_WORDS = re.compile(r"Input should be (.*?)(?:, unable to parse .*)?$")
+
+
 def main() -> None:
     """Run the command line; wrong use of it ends in one line, as wrong settings do."""
     try:
@@ -54,6 +58,7 @@ def main() -> None:
 
 def _misused(error: Any) -> int:
     fact = " ".join(error.format_message().split()).rstrip(".")
+    fact = _VALIDATORS_WORDS.sub(r"must be \1", fact)
     if fact:  # not if no command was given: then the help has been shown already
         command = error.ctx.command_path if error.ctx else "fleet"
         print(f"fleet: {fact}; {command} --help says what there is", file=sys.stderr)
@@ -187,13 +192,14 @@ def pause(
     mode: Annotated[str, typer.Option(help="keep, wait or abort.")] = "keep",
 ) -> None:
     """Pause every replica; rollouts wait at the gate."""
-    console.print_json(data=_call("POST", url, f"/pause?mode={mode}"))
+    answer = _call("POST", url, f"/pause?mode={mode}")
+    print(_summary("paused {}, rollouts wait at the gate", answer))
 
 
 @app.command()
 def resume(url: Url = DEFAULT_URL) -> None:
     """Resume every replica and open the gate."""
-    console.print_json(data=_call("POST", url, "/resume"))
+    print(_summary("resumed {}", _call("POST", url, "/resume")))
 
 
 @app.command()
@@ -205,7 +211,9 @@ def abort(
 ) -> None:
     """Abort rollouts: those named, or all."""
     body = {"request_ids": request_ids} if request_ids else {}
-    console.print_json(data=_call("POST", url, "/abort_requests", body))
+    answer = _call("POST", url, "/abort_requests", body)
+    what = "id" if request_ids else "rollout"  # ids count also if they match nothing
+    print(_summary(f"aborted {_counted(answer['aborted'], what)}", answer))
 
 
 @contextmanager
@@ -235,22 +243,42 @@ def _get(url: str, path: str) -> Any:
 
 
 def _call(method: str, url: str, path: str, body: Any = None) -> Any:
+    where = re.sub("//[^/]*@", "//", url)  # a token is nobody's to read
+    elsewhere = "--url or FLEET_URL says where it is"
     try:
         answer = httpx.request(method, url.rstrip("/") + path, json=body, timeout=900)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        _fail(f"no gateway answers at {url}: {error}; --url or FLEET_URL says where it is")
-    if not answer.is_success:
-        _fail(_told(answer))
-    return answer.json()
+        _fail(f"no gateway answers at {where}: {error}; {elsewhere}")
+    content = _object(answer)
+    if {"error", "hint"} <= content.keys():
+        hint = f" ({content['hint']})" if content["hint"] else ""
+        _fail(f"{answer.status_code}: {content['error']['message']}{hint}")
+    if not answer.is_success and answer.status_code not in (404, 405):
+        _fail(f"{answer.status_code}: {answer.text[:500]}")
+    if not content.keys() & {"replicas", "rounds"}:
+        said = "took it for itself alone" if answer.is_success else "does not know it"
+        _fail(f"what answers {method} {path} at {where} is no gateway, it {said}; {elsewhere}")
+    return content
 
 
-def _told(answer: httpx.Response) -> str:
+def _object(answer: httpx.Response) -> dict[str, Any]:
     try:
-        content = answer.json()
-        hint = f" ({content['hint']})" if content.get("hint") else ""
-        return f"{answer.status_code}: {content['error']['message']}{hint}"
-    except (ValueError, KeyError, TypeError):
-        return f"{answer.status_code}: {answer.text[:500]}"
+        content: object = answer.json()
+    except ValueError:
+        return {}
+    return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+
+
+def _summary(done: str, answer: Any) -> str:
+    """Return what was done, `{}` for on how many replicas, and why not on the others."""
+    outcomes = answer["replicas"].items()
+    others = [f"{r} {o['outcome']}: {o['detail']}" for r, o in outcomes if o["outcome"] != "ok"]
+    many = _counted(len(outcomes) - len(others), "replica")
+    return "; ".join([done.format(many), *others])
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _fail(message: str) -> NoReturn:

@@ -177,7 +177,7 @@ def state_of(
         (
             fleet_paused or replica.paused,
             ReplicaState.PAUSED,
-            "paused" if replica.paused else "the fleet is paused",
+            "the fleet is paused" if fleet_paused else "its server is, though the fleet is not",
         ),
     )
     return next(((s, why) for hit, s, why in checks if hit), (ReplicaState.READY, ""))

@@ -54,6 +54,17 @@ def test_only_who_holds_the_committed_version_is_ready(
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("fleet_paused", "why"),
+    [(True, "the fleet is paused"), (False, "its server is, though the fleet is not")],
+)
+def test_a_paused_replica_says_whether_the_whole_fleet_is(fleet_paused: bool, why: str) -> None:
+    """«paused: paused» would tell nothing."""
+    known = replica("a", paused=True)
+    found = state_of(known, commit_index=0, updating=False, fleet_paused=fleet_paused)
+    assert found == (ReplicaState.PAUSED, why)
+
+
 def test_a_half_woken_replica_is_asleep_and_says_what_is_awake() -> None:
     """Case 21: weights alone are not enough."""
     found, why = state_of(

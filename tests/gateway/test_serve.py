@@ -228,7 +228,8 @@ def test_an_address_that_is_not_this_machines_is_one_line_that_says_what_to_do()
     [
         ("serve --nonsense", "No such option: --nonsense", "fleet serve"),
         ("serve --replicas URL", "(Possible options: --replica)", "fleet serve"),
-        ("serve --port many", "Invalid value for '--port'", "fleet serve"),
+        ("serve --port many", "'--port': must be a valid integer;", "fleet serve"),
+        ("demo --replicas 0", "'--replicas': must be greater than or equal to 1;", "fleet demo"),
         ("serve extra", "unexpected extra argument(s) (extra)", "fleet serve"),
         ("sim", "Missing option '--replicas'", "fleet sim"),
         ("serv", "No such command 'serv'. Did you mean 'serve'?", "fleet"),
