@@ -30,7 +30,7 @@ import msgspec
 
 from fleet.errors import StoreUnavailable
 from fleet.facts.options import FleetOptions
-from fleet.facts.outcome import Outcome, Result, had_no_session
+from fleet.facts.outcome import Outcome, Result, had_no_session, skipped
 from fleet.facts.state import ROUND_OPEN
 from fleet.gateways.gate import Gate
 from fleet.ledger import Ledger
@@ -160,14 +160,18 @@ class Performer:
 
     async def _send_pause(self, action: SendPause, errand: Errand) -> Answered:
         started = perf_counter()
+        late = _CALLS_ON_THEIR_WAY
+        holders: Callable[[], Mapping[str, str]] = dict[str, str]
         try:
             async with asyncio.timeout(self._deadlines.pause_s):
                 await self._gate.settled()
+                late, holders = _GATE_NOT_CLOSED, self._gate.holding
                 await self._gate.closed()
             action = msgspec.structs.replace(action, targets=self._whom_to_pause(action))
+            late, holders = _NOT_DRAINED, self._gate.answering
             outcomes = await self._pause(action.targets)
         except TimeoutError:
-            outcomes = {r: _gate_stays_open() for r in self._ledger.state.member_ids}
+            outcomes = _gate_stays_open(self._ledger.state.member_ids, holders(), late)
             return PauseFailed(now=time(), outcomes=outcomes, elapsed_s=perf_counter() - started)
         errand.outcomes[SendPause] = outcomes
         return self._judge(PauseArrived, PauseFailed, action, outcomes, started)
@@ -418,8 +422,14 @@ def _succeeded(answer: Any) -> bool:
     return bool(fields.get("success", True))
 
 
-def _gate_stays_open() -> Outcome:
-    return Outcome(
-        outcome=Result.TIMEOUT,
-        detail="rollouts or other control calls were still being sent when the pause was due",
-    )
+def _gate_stays_open(members: Iterable[str], holders: Mapping[str, str], late: str) -> Outcomes:
+    """Blame those for whom everyone has waited; every member is there, since all are resumed."""
+    if not holders:
+        return {r: Outcome(outcome=Result.TIMEOUT, detail=late) for r in members}
+    held = {r: Outcome(outcome=Result.TIMEOUT, detail=why) for r, why in holders.items()}
+    return {r: skipped("not paused yet") for r in members} | held
+
+
+_CALLS_ON_THEIR_WAY = "other control calls were still on their way when the pause was due"
+_GATE_NOT_CLOSED = "a gateway had not closed its gate when the pause was due"
+_NOT_DRAINED = "a gateway had not told that its rollouts were answered when the start was due"

@@ -12,6 +12,7 @@ The line is first come, first served, and bounded in number, bytes and time.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
@@ -40,7 +41,7 @@ class Ticket:
         """Say that the last byte of the request is on its way."""
         if self.is_sending:
             self.is_sending = False
-            self.gate.stop_sending()
+            self.gate.stop_sending(self)
 
     def done(self) -> None:
         """Say that the rollout is over, whatever came of it."""
@@ -77,7 +78,7 @@ class RolloutGate:
         self.kv = "current"
         self._state: FleetState | None = None
         self._dispatched = 0
-        self._sending = 0
+        self._unsent: set[Ticket] = set()
         self.inflight: dict[str, int] = {}
         self._closed_since: float | None = None
         self._lease_until = inf
@@ -129,7 +130,13 @@ class RolloutGate:
 
     def load(self) -> Load:
         """Return what this gateway has in hand."""
-        return Load(held=self.held, held_bytes=self._held_bytes, inflight=dict(self.inflight))
+        unsent = Counter(ticket.replica.id for ticket in self._unsent)
+        return Load(
+            held=self.held,
+            held_bytes=self._held_bytes,
+            inflight=dict(self.inflight),
+            unsent=dict(unsent),
+        )
 
     @property
     def oldest_held_s(self) -> float:
@@ -204,10 +211,10 @@ class RolloutGate:
         known = self._state.replicas.values() if self._state else ()
         return any(r.may_join_group() and r.id not in avoid for r in known)
 
-    def stop_sending(self) -> None:
+    def stop_sending(self, ticket: Ticket) -> None:
         """Count one ticket as sent."""
-        self._sending -= 1
-        if self._sending == 0:
+        self._unsent.discard(ticket)
+        if not self._unsent:
             self._nothing_sent.set()
 
     def leave(self, replica: str) -> None:
@@ -268,11 +275,12 @@ class RolloutGate:
 
     def _dispatch(self, replica: Replica, held_s: float) -> Ticket:
         self._dispatched += 1
-        self._sending += 1
         self._nothing_sent.clear()
         self._nothing_running.clear()
         self.inflight[replica.id] = self.inflight.get(replica.id, 0) + 1
-        return Ticket(self, replica, self.version, held_s)
+        ticket = Ticket(self, replica, self.version, held_s)
+        self._unsent.add(ticket)
+        return ticket
 
     def _release(self) -> None:
         """Let the line move: everyone who may go now, in order of arrival."""

@@ -16,22 +16,40 @@ import msgspec
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What one gateway has in hand: rollouts held (and their bytes), in flight per replica."""
+    """What one gateway has in hand: rollouts held (and their bytes), in flight per replica.
+
+    `unsent` counts, per replica, those in flight whose last byte is not on its way yet.
+    """
 
     held: int = 0
     held_bytes: int = 0
     inflight: dict[str, int] = {}
+    unsent: dict[str, int] = {}
+
+    def holding(self) -> dict[str, str]:
+        """Return which replicas keep a gate from being closed, each with the reason."""
+        return {r: f"{_rollouts(n)} still being sent to it" for r, n in self.unsent.items()}
+
+    def answering(self) -> dict[str, str]:
+        """Return which replicas keep a gate from being drained, each with the reason."""
+        return {r: f"{_rollouts(n)} still being answered by it" for r, n in self.inflight.items()}
+
+
+def _rollouts(number: int) -> str:
+    return "1 rollout is" if number == 1 else f"{number} rollouts are"
 
 
 def add_up(loads: Iterable[Load]) -> Load:
     """Return what several gateways have in hand together."""
     held = held_bytes = 0
     inflight: Counter[str] = Counter()
+    unsent: Counter[str] = Counter()
     for load in loads:
         held += load.held
         held_bytes += load.held_bytes
         inflight.update(load.inflight)
-    return Load(held=held, held_bytes=held_bytes, inflight=dict(inflight))
+        unsent.update(load.unsent)
+    return Load(held=held, held_bytes=held_bytes, inflight=dict(inflight), unsent=dict(unsent))
 
 
 class LocalGate(Protocol):
@@ -63,6 +81,17 @@ class Gate(Protocol):
 
     async def drained(self) -> None:
         """Return when no rollout is being answered by any replica."""
+        ...
+
+    def holding(self) -> dict[str, str]:
+        """Return which replicas keep `closed` waiting, each with the reason, for messages.
+
+        What other gateways have in hand is as of their last heartbeat; empty if nobody knows.
+        """
+        ...
+
+    def answering(self) -> dict[str, str]:
+        """Return which replicas keep `drained` waiting, in the same way."""
         ...
 
     async def settled(self) -> None:

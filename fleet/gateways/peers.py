@@ -130,6 +130,14 @@ class Peers:
         others = (p for p in self.others.values() if not only_here or p.where == self._where)
         return add_up([self._gate.load(), *(p.load for p in others)])
 
+    def holding(self) -> dict[str, str]:
+        """Return which replicas keep `closed` waiting, each with the reason, for messages."""
+        return self.load().holding()
+
+    def answering(self) -> dict[str, str]:
+        """Return which replicas keep `drained` waiting, each with the reason, for messages."""
+        return self.load().answering()
+
     async def abort_elsewhere(self, names: tuple[str, ...] | None, within_s: float) -> int:
         """Let the other gateways abort what they hold or carry; return how many rollouts that was.
 

@@ -33,6 +33,7 @@ class LocalGate:
         self.idle = asyncio.Event()
         self.idle.set()
         self.until = 0.0
+        self.unsent: dict[str, int] = {}
 
     async def closed(self) -> None:
         """Return when nothing is being sent."""
@@ -53,7 +54,7 @@ class LocalGate:
 
     def load(self) -> Load:
         """Two rollouts in hand, whoever asks."""
-        return Load(held=2, inflight={"a": 1})
+        return Load(held=2, inflight={"a": 1}, unsent=dict(self.unsent))
 
 
 class Gateway:
@@ -263,3 +264,15 @@ async def test_what_all_gateways_have_in_hand_is_added_up(another: Opening) -> N
     await until(lambda: one.peers.load() == Load(held=4, inflight={"a": 2}))
     await two.die()
     await until(lambda: one.peers.load() == Load(held=2, inflight={"a": 1}))
+
+
+async def test_who_keeps_the_gate_open_is_known_of_all_gateways(another: Opening) -> None:
+    """By the heartbeat of those that cannot acknowledge yet."""
+    one, two = await another(), await another()
+    one.gate.unsent, two.gate.unsent = {"a": 1}, {"a": 1, "b": 1}
+    expected = {
+        "a": "2 rollouts are still being sent to it",
+        "b": "1 rollout is still being sent to it",
+    }
+    await until(lambda: one.peers.holding() == expected)
+    assert one.peers.answering() == {"a": "2 rollouts are still being answered by it"}

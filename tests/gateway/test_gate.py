@@ -273,6 +273,22 @@ async def test_the_gate_is_drained_when_every_answer_has_ended() -> None:
     assert gate.inflight == {}
 
 
+async def test_a_gate_tells_who_keeps_it_from_closing() -> None:
+    """By replica, and only those rollouts that are not sent yet."""
+    gate = gate_at(OPEN)
+    tickets = [await gate.admit(1) for _ in range(4)]
+    tickets[1].sent()
+    assert gate.load().unsent == {"a": 2, "c": 1}
+    assert gate.load().holding() == {
+        "a": "2 rollouts are still being sent to it",
+        "c": "1 rollout is still being sent to it",
+    }
+    assert gate.load().answering()["b"] == "1 rollout is still being answered by it"
+    for ticket in tickets:
+        ticket.done()
+    assert gate.load().holding() == gate.load().answering() == {}
+
+
 async def test_a_replica_that_is_not_ready_gets_nothing() -> None:
     """From the very state on that says so."""
     gate = gate_at(OPEN)
