@@ -45,7 +45,7 @@ def next_init(state: FleetState) -> str:
         now = _counted(state)
         them = "it" if len(waiting) == 1 else "them"
         other = f", or {verb} with {now.next_world}" if now.workers else ": no group can be formed"
-        told = f"{_free(waiting)}; then {told}; restart who stays silent{other} without {them}"
+        told = f"{_free(state, waiting)}; then {told}; restart who stays silent{other} without {them}"
     return told + _left_out(state, away)
 
 
@@ -53,14 +53,21 @@ def find_more(state: FleetState) -> str:
     """Return how an init finds the replicas that it lacks; who is left out is told beside it."""
     waiting = [r.id for r in state.replicas.values() if r.wedged and not r.lost]
     if waiting:
-        return f"{_free(waiting)}, and restart who stays silent; then re-init"
+        return f"{_free(state, waiting)}, and restart who stays silent; then re-init"
     return "start or repair replicas, then re-init"
 
 
-def _free(ids: list[str]) -> str:
-    """Return how those who are silent inside a collective get out of it."""
+def _free(state: FleetState, ids: list[str]) -> str:
+    """Return how those who are silent inside a collective get out of it.
+
+    A peer that answers keeps the group open as well as the trainer does (gloo then fails only at
+    its own timeout), and leaves it when it is asked to, or by joining another.
+    """
     answer = "answers" if len(ids) == 1 else "answer"
-    return f"let the trainer leave its group (or stop it), so that {', '.join(ids)} {answer} again"
+    peers = any(r.reachable for r in state.members())
+    dissolve = " and POST /shutdown_weight_transfer_engine" if peers else ""
+    leave = f"let the trainer leave its group (or stop it){dissolve}"
+    return f"{leave}, so that {', '.join(ids)} {answer} again"
 
 
 # -- pieces ----------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ function fill(table, rows) {
   }));
 }
 
-const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
+const clock = (seconds) => new Date(seconds * 1000).toLocaleString([], { hour12: false });
 const shade = (word) => SHADES[word] ?? "bad";
 
 function ago(since) {
@@ -40,7 +40,7 @@ function ago(since) {
 }
 
 function showSummary(fleet) {
-  find("name").textContent = `fleet ${fleet.name}`;
+  find("name").textContent = fleet.name === "fleet" ? "fleet" : `fleet ${fleet.name}`;
   document.title = `${fleet.name}: ${fleet.weight_version}, ${fleet.phase}`;
   const gate = `${fleet.gate.state}${ago(fleet.gate.closed_since)}, ${fleet.gate.held} held`;
   const facts = { version: fleet.weight_version, phase: fleet.phase, gate,
@@ -56,21 +56,32 @@ function showSummary(fleet) {
   }));
 }
 
-function notices(fleet) {
+function notices(fleet, replicas) {
   const told = [];
+  if (fleet.store) told.push(`The store fails${ago(fleet.store.since)}, so this may be old: ${fleet.store.reason}.`);
+  if (fleet.hint) told.push(`Next: ${fleet.hint}.`);
   if (fleet.pause) told.push(`Paused by ${fleet.pause.by}${ago(fleet.pause.since)}.`);
   if (fleet.call) told.push(`${fleet.call.what} on its way${ago(fleet.call.since)}, by ${fleet.call.by}.`);
-  if (fleet.round?.reason) told.push(`Round ${fleet.round.id}: ${fleet.round.reason}.`);
-  if (fleet.membership.changed) {
-    told.push(`Membership changed: the next init needs world_size=${fleet.membership.world_size}.`);
-  }
+  if (fleet.round?.reason) told.push(`Round ${fleet.round.id}: ${why(fleet.round.reason, replicas)}.`);
   return told.join("\n");
+}
+
+// What the replicas' reasons tell below is not told twice.
+function why(reason, replicas) {
+  const at = reason.indexOf(": ");
+  const isBelow = at > 0 && replicas.some((r) => (r.reason ?? "").includes(reason.slice(at + 2)));
+  return isBelow ? `${reason.slice(0, at)} failed` : reason;
+}
+
+// A question mark is for the last label of a replica that may hold other weights.
+function version(r) {
+  return r.weight_version && !r.version_holds ? `${r.weight_version}?` : r.weight_version;
 }
 
 function replicaRow(r) {
   const last = r.rank_offset + r.world_size - 1;
   const ranks = r.rank_offset === null ? "" : [...new Set([r.rank_offset, last])].join("–");
-  return [cell(r.id), cell(r.state, shade(r.state)), cell(r.weight_version), cell(ranks),
+  return [cell(r.id), cell(r.state, shade(r.state)), cell(version(r)), cell(ranks),
     cell(r.inflight), cell(r.reason)];
 }
 
@@ -87,7 +98,8 @@ async function show() {
     showSummary(fleet);
     fill("replicas", replicas.replicas.map(replicaRow));
     fill("rounds", rounds.rounds.map(roundRow));
-    find("notice").textContent = notices(fleet);
+    find("no-rounds").hidden = rounds.rounds.length > 0;
+    find("notice").textContent = notices(fleet, replicas.replicas);
     find("login").hidden = true;
   } catch (error) {
     const locked = error.message === "token";

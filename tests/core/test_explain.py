@@ -93,9 +93,10 @@ def test_the_state_of_the_rest_is_counted_in_words() -> None:
     error = failure(Phase.UPDATING, UpdateFailed, a=WEDGED, b=FAILED)
     assert "Fleet now: 2 fenced, 1 wedged" in error.message
     assert error.hint == (
-        "let the trainer leave its group (or stop it), so that a answers again; then re-init with "
-        "world_size=8 and send a full update; restart who stays silent, or re-init with "
-        "world_size=7 without it; rollouts wait meanwhile, each for at most FLEET_GATE__TIMEOUT_S"
+        "let the trainer leave its group (or stop it) and POST /shutdown_weight_transfer_engine, "
+        "so that a answers again; then re-init with world_size=8 and send a full update; restart "
+        "who stays silent, or re-init with world_size=7 without it; rollouts wait meanwhile, each "
+        "for at most FLEET_GATE__TIMEOUT_S"
     )
 
 

@@ -75,6 +75,30 @@ async def test_a_browser_shows_replicas_versions_and_what_is_wrong(tmp_path: Pat
     for told in ("step-7", "committed", "gone", "Paused by", "closed", case.replicas[0].id):
         assert told in page, page
     assert 'class="bad">gone' in page
+    assert "step-7?" in page  # of the one that is gone: nobody knows what it holds
+    assert "Next: membership changed: re-init with world_size=2 (left out" in page
+    assert '<p id="no-rounds" hidden' in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+async def test_a_browser_shows_what_to_do_after_a_failure_and_each_reason_once(
+    tmp_path: Path,
+) -> None:
+    """The advice is that of GET /fleet, to the letter."""
+    async with case_of(nccl(2)) as case:
+        fresh = await shown_in_a_browser(case, tmp_path / "fresh")
+        await case.first_sync("step-7")
+        case.replicas[1].faults.add("/finish_weight_update", "status")
+        assert (await case.init()).status_code == 200
+        assert (await case.start()).status_code == 200
+        assert (await case.update()).status_code == 200
+        assert (await case.finish("step-8")).status_code == 424
+        hint = (await case.http.get("/fleet")).json()["hint"]
+        page = await shown_in_a_browser(case, tmp_path / "failed")
+    assert "No rounds yet." in fresh
+    assert "Next:" not in fresh
+    assert f"Next: {hint}." in page
+    assert "Round 2: finish failed." in page
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")

@@ -20,8 +20,8 @@ from tests.waiting import wait_until
 REASON = "scripted fault"
 
 
-def _printed(table: RenderableType) -> str:
-    console = Console(width=1000)
+def _printed(table: RenderableType, width: int = 1000) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(table)
     return capture.get()
@@ -35,9 +35,9 @@ def _send(url: str) -> None:
     trainer.close()
 
 
-async def _status(served: Served, *, later_s: float = 0) -> str:
+async def _status(served: Served, *, later_s: float = 0, width: int = 1000) -> str:
     replicas = (await served.http.get("/fleet/replicas")).json()
-    return _printed(status_table(await served.fleet(), replicas, time() + later_s))
+    return _printed(status_table(await served.fleet(), replicas, time() + later_s), width)
 
 
 async def test_each_reason_stands_once_and_the_next_step_is_named() -> None:
@@ -51,15 +51,55 @@ async def test_each_reason_stands_once_and_the_next_step_is_named() -> None:
         await asyncio.to_thread(_send, served.url)
         after = await _status(served)
         ids = ", ".join(url.removeprefix("http://") for url in fleet.urls)
-        reasons = [line for line in after.splitlines() if line.startswith(f"{ids} fenced: ")]
+        reasons = [line for line in after.splitlines() if REASON in line]
         assert len(reasons) == 1
-        assert REASON in reasons[0]
-        assert "init again with world_size=4" in after
+        assert reasons[0].startswith(f"{ids} fenced: ")
+        assert re.search(r"^round 1, failed, opened .*: finish failed$", after, re.MULTILINE)
+        told = (await served.fleet())["hint"]
+        assert told.startswith("re-init with world_size=4 and send a full update; or commit it")
+        assert f"next: {told}" in after
 
         rounds = _printed(rounds_table((await served.http.get("/fleet/rounds")).json()))
         told = [line for line in rounds.splitlines() if REASON in line]
         assert len(told) == 1
         assert told[0].startswith("round 1: finish: ")
+
+
+async def test_after_a_reset_with_everyone_fenced_an_operator_reads_what_to_do() -> None:
+    """The same words in the answer, on the terminal and in GET /fleet; no label counts any more."""
+    async with SimFleet(replicas=2) as fleet, serve(Settings(replicas=tuple(fleet.urls))) as served:
+        await asyncio.to_thread(_send, served.url)
+        healthy = await _status(served)
+        assert "│ v1 " in healthy
+        assert "next:" not in healthy
+
+        fleet.replicas[1].faults.add("/finish_weight_update", "status")
+        await asyncio.to_thread(_send, served.url)
+        reset = (await served.http.post("/fleet/reset")).json()
+        hint = reset["fleet"]["hint"]
+        assert hint == (
+            "init with world_size=3 and send a full update; no replica is ready, so rollouts wait "
+            "although the gate is open, each for at most FLEET_GATE__TIMEOUT_S"
+        )
+        status = await _status(served)
+        assert f"next: {hint}" in status
+        assert status.count("│ v1? ") == 2
+
+
+async def test_the_tables_fit_a_terminal_of_80_columns() -> None:
+    """No line of the summary and no row of the rounds wraps; the first line says no word twice."""
+    async with SimFleet(replicas=1) as fleet, serve(Settings(replicas=tuple(fleet.urls))) as served:
+        empty = _printed(rounds_table((await served.http.get("/fleet/rounds")).json()), 80)
+        assert empty == "no rounds yet\n"
+        await asyncio.to_thread(_send, served.url)
+        first, second, *_ = (await _status(served, width=80)).splitlines()
+        assert first == "fleet: weight_version v1, phase initialized"
+        assert re.fullmatch(r"gate open, 0 held, generation \d+", second)
+        rounds = _printed(rounds_table((await served.http.get("/fleet/rounds")).json()), 80)
+        times = r"(\d+ ms\s+){3}\d+ ms"
+        assert re.search(
+            rf"^\s*1 +committed +v1 +\d\d-\d\d \d\d:\d\d:\d\d +{times}", rounds, re.MULTILINE
+        )
 
 
 async def test_whatever_lasts_is_told_with_its_age() -> None:
