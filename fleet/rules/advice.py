@@ -43,9 +43,9 @@ def next_init(state: FleetState) -> str:
     told = f"{verb} with {then.next_world}{full}"
     if waiting:
         now = _counted(state)
-        them = "it" if len(waiting) == 1 else "them"
         other = f", or {verb} with {now.next_world}" if now.workers else ": no group can be formed"
-        told = f"{_free(state, waiting)}; then {told}; restart who stays silent{other} without {them}"
+        other += " without it" if len(waiting) == 1 else " without them"
+        told = f"{_free(state, waiting)}; then {told}; restart who stays silent{other}"
     return told + _left_out(state, away)
 
 
