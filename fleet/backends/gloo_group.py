@@ -51,6 +51,7 @@ class GlooGroup:
         self.timeout_s = timeout_s
         self._backend: ProcessGroupGloo | None = backend
         self._wake = threading.Event()  # a broadcast ended, or the group was closed under it
+        self._one_closes = threading.Lock()
 
     def __repr__(self) -> str:
         state = "open" if self._backend is not None else "closed"
@@ -79,13 +80,18 @@ class GlooGroup:
             tensor.detach().copy_(staged)
 
     def close(self) -> None:
-        """Leave the group, closing its connections and the store; idempotent, from any thread."""
-        held = [self._backend]
-        self._backend = None
+        """Leave the group, closing its connections and the store; idempotent, from any thread.
+
+        Once it returns, and before a broadcast beside it does, the interpreter's exit knows what to
+        wait for: whoever learns that the group is closed may end the process.
+        """
+        with self._one_closes:
+            held = [self._backend]
+            self._backend = None
+            if held[0] is not None:
+                # Letting go waits for gloo's own threads, which may sit in a call until its timeout.
+                _let_go(held)
         self._wake.set()
-        if held[0] is not None:
-            # Letting go waits for gloo's own threads, which may sit in a call until its timeout.
-            _let_go(held)
 
     def _broadcast_bytes(self, view: torch.Tensor, src: int) -> None:
         self._wake.clear()

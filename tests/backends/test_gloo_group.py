@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
+from fleet.backends import gloo_group
 from fleet.backends.gloo_group import GlooError, GlooGroup, GlooTimeoutError, join_group
 from tests.ports import free_port
 
@@ -127,6 +129,31 @@ def test_closing_a_group_from_another_thread_ends_its_broadcast() -> None:
         threading.Timer(0.3, trainer.close).start()
         with pytest.raises(GlooError, match="closed meanwhile"):
             trainer.broadcast(torch.zeros(4))
+
+
+def test_whoever_learns_that_a_group_is_closed_may_end_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The exit waits for gloo's threads by then: one that came back later would abort it."""
+    entered, may_go_on, let_go = threading.Event(), threading.Event(), gloo_group._let_go
+
+    def slowly(held: list[Any]) -> None:
+        entered.set()
+        may_go_on.wait(20)
+        let_go(held)
+
+    with pair() as (trainer, _), ThreadPoolExecutor(3) as pool:
+        broadcasting = pool.submit(trainer.broadcast, torch.zeros(4))
+        monkeypatch.setattr(gloo_group, "_let_go", slowly)
+        pool.submit(trainer.close)
+        assert entered.wait(20)
+        closing_too = pool.submit(trainer.close)
+        done, _ = wait((broadcasting, closing_too), timeout=0.5)
+        may_go_on.set()
+        assert not done
+        with pytest.raises(GlooError, match="closed"):
+            broadcasting.result(20)
+        closing_too.result(20)
 
 
 def test_when_one_rank_dies_every_other_one_is_told_at_once() -> None:
