@@ -89,7 +89,7 @@ class GlooGroup:
             held = [self._backend]
             self._backend = None
             if held[0] is not None:
-                # Letting go waits for gloo's own threads, which may sit in a call until its timeout.
+                # This waits for gloo's own threads, which may sit in a call until its timeout.
                 _let_go(held)
         self._wake.set()
 
