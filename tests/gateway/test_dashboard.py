@@ -95,7 +95,7 @@ async def test_a_browser_shows_what_to_do_after_a_failure_and_each_reason_once(
         assert (await case.finish("step-8")).status_code == 424
         hint = (await case.http.get("/fleet")).json()["hint"]
         page = await shown_in_a_browser(case, tmp_path / "failed")
-    assert "No rounds yet." in fresh
+    assert '<p id="no-rounds">No rounds yet.' in fresh
     assert "Next:" not in fresh
     assert f"Next: {hint}." in page
     assert "Round 2: finish failed." in page

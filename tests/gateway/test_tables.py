@@ -86,6 +86,17 @@ async def test_after_a_reset_with_everyone_fenced_an_operator_reads_what_to_do()
         assert status.count("│ v1? ") == 2
 
 
+async def test_a_store_that_fails_is_told_first_since_all_else_may_be_old() -> None:
+    """As the dashboard does, with its reason."""
+    async with SimFleet(replicas=1) as fleet, serve(Settings(replicas=tuple(fleet.urls))) as served:
+        seen = await served.fleet() | {"store": {"since": time() - 200, "reason": "refused"}}
+        replicas = (await served.http.get("/fleet/replicas")).json()
+        told = _printed(status_table(seen, replicas, time())).splitlines()[2]
+        assert re.fullmatch(
+            r"the store fails, first 3 min \d+ s ago, so this may be old: refused", told
+        )
+
+
 async def test_the_tables_fit_a_terminal_of_80_columns() -> None:
     """No line of the summary and no row of the rounds wraps; the first line says no word twice."""
     async with SimFleet(replicas=1) as fleet, serve(Settings(replicas=tuple(fleet.urls))) as served:
