@@ -15,6 +15,7 @@ a client that reads events learns why, and any other still sees an answer that i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
@@ -90,11 +91,11 @@ class Exchange:
     __slots__ = (
         "_began",
         "_client",
+        "_connecting",
         "_connection",
         "_failed",
         "_fresh",
         "_is_gone",
-        "_is_recalled",
         "_rollouts",
         "_started",
         "_status",
@@ -111,12 +112,12 @@ class Exchange:
         self._client = client
         self._ticket: Ticket | None = None
         self._connection: Connection | None = None
+        self._connecting: asyncio.Task[None] | None = None
         self._waiting: asyncio.Task[None] | None = None
         self._failed: list[str] = []
         self._fresh = False
         self._started = False
         self._is_gone = False
-        self._is_recalled = False
         self._began = monotonic()
         self._status: int | None = None
         self._stream_end: bytes | None = None  # of a stream of events: how it ends so far
@@ -206,25 +207,41 @@ class Exchange:
         What is not sent when the lease ends must not be sent later: whoever closes the gates waits
         no longer than that.
         """
-        ticket, connection = self._ticket, self._connection
-        if ticket is None or not ticket.is_sending or self._started:
+        if self._ticket is None or not self._ticket.is_sending or self._started:
             return
-        if connection is None:
-            self._is_recalled = True  # until there is a connection, nothing is sent
-            return
-        self._connection = None
-        connection.abort()
+        self._disconnect()
         self._again()
+
+    def recall_from(self, replicas: Collection[str]) -> None:
+        """Take the rollout back in the same way if its replica is one of these.
+
+        One that has answered before it had all of the body cannot answer anything else any more.
+        """
+        ticket = self._ticket
+        if ticket is None or not ticket.is_sending or ticket.replica.id not in replicas:
+            return
+        self._disconnect()
+        if self._started:
+            self._break_off("it may get nothing now, and was not sent all of the request")
+        else:
+            self._again()
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+        elif self._connecting is not None:
+            self._connecting.cancel()
 
     def _again(self) -> None:
         """Ask for admission anew: the gate may have closed, or the version moved."""
-        self._is_recalled = False
         self._end_ticket()
         self._admit()
 
     def _go(self, ticket: Ticket) -> None:
         self._ticket = ticket
-        self._rollouts.upstreams.pool(ticket.replica.url).take(self, fresh=self._fresh)
+        pool = self._rollouts.upstreams.pool(ticket.replica.url)
+        self._connecting = pool.take(self, fresh=self._fresh)
 
     # -- from the replica --------------------------------------------------------------------------
 
@@ -232,10 +249,6 @@ class Exchange:
         """Send the request."""
         if self._is_gone or self._ticket is None:
             connection.abort()
-            return
-        if self._is_recalled:
-            connection.abort()
-            self._again()
             return
         self._connection = connection
         request = self.request
@@ -304,12 +317,10 @@ class Exchange:
             self._fresh = True
             self._again()  # the connection was closed while idle: that says nothing of its replica
             return
-        self._is_recalled = False
         replica = ticket.replica.id
         self._rollouts.suspect(replica, reason)
         if self._started:
-            self._end("broken")
-            self._client.break_off(self._last_event(replica, reason))
+            self._break_off(reason)
             return
         self._end_ticket()
         self._failed.append(replica)
@@ -319,6 +330,12 @@ class Exchange:
         told = f"{', '.join(self._failed)} broke the connection before answering"
         hint = "retry; GET /fleet/replicas tells which ones are gone"
         self._refuse(NoEligibleReplica(told, hint=hint))
+
+    def _break_off(self, reason: str) -> None:
+        """End an answer that has begun and cannot be completed."""
+        last = self._last_event(self._ticket.replica.id, reason) if self._ticket else b""
+        self._end("broken")
+        self._client.break_off(last)
 
     def _last_event(self, replica: str, reason: str) -> bytes:
         """Return what a broken stream can still say: nothing in the middle of an event."""

@@ -4,7 +4,8 @@ Whether it stands open follows from the fleet's state (`follow`), never from a s
 and from this gateway's lease (`renew`): who cannot see what others decide must not admit anyone.
 A rollout gets a ticket: the replica and the version label are fixed in that moment. The gate
 counts as closed only when no ticket is between that moment and the last byte sent, so a pause
-that goes out after `closed` overtakes nobody.
+that goes out after `closed` overtakes nobody. Tickets that may not be used any more, because the
+lease has ended or their replica may get nothing now, are called back: nobody waits for a corpse.
 
 The line is first come, first served, and bounded in number, bytes and time.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic, time
@@ -84,6 +85,9 @@ class RolloutGate:
         self._lease_until = inf
         self._lease_check: asyncio.TimerHandle | None = None
         self.on_lapse: Callable[[], None] | None = None
+        self.on_bar: Callable[[Collection[str]], None] | None = None
+        self._barred: frozenset[str] = frozenset()
+        self._silent: frozenset[str] = frozenset()
         self._is_stopping = False
         self._nothing_sent = _set_event()
         self._nothing_running = _set_event()
@@ -104,6 +108,7 @@ class RolloutGate:
         else:
             self._closed_since = None
         self._release()
+        self._give_up(state)
 
     def renew(self, until: float) -> None:
         """Admit rollouts until this moment (monotonic clock), unless renewed again before."""
@@ -123,7 +128,7 @@ class RolloutGate:
         await self._nothing_sent.wait()
 
     async def drained(self) -> None:
-        """Return when no rollout is being answered by any replica."""
+        """Return when no rollout is being answered by any replica that can answer."""
         await self._nothing_running.wait()
 
     # -- what the operators see -------------------------------------------------------------------
@@ -196,7 +201,7 @@ class RolloutGate:
         self._held_bytes += size
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                return await waiting.admitted
+                return await self._stand_in_line(waiting)
         except BaseException as error:
             _give_back(waiting)
             if isinstance(error, TimeoutError):
@@ -224,10 +229,38 @@ class RolloutGate:
             self.inflight[replica] = left
         else:
             del self.inflight[replica]
-        if not self.inflight:
+        if not self.inflight or (self._silent and self.inflight.keys() <= self._silent):
             self._nothing_running.set()
 
     # -- pieces -----------------------------------------------------------------------------------
+
+    async def _stand_in_line(self, waiting: _Waiting) -> Ticket:
+        """Return a ticket that may be used; what granted it may be over before it is taken."""
+        while True:
+            ticket = await waiting.admitted
+            if monotonic() < self._lease_until and ticket.replica.id not in self._barred:
+                return ticket
+            ticket.done()
+            waiting.admitted = asyncio.get_running_loop().create_future()
+            self._release()
+
+    def _give_up(self, state: FleetState) -> None:
+        """Call back what is not sent to replicas that may get nothing, and forget the silent ones.
+
+        One that is silent, or gone, has no part in an update that `drained` has to wait for.
+        """
+        known = {r: state.replicas.get(r) for r in self.inflight}
+        self._silent = frozenset(r for r, found in known.items() if not (found and found.reachable))
+        self._barred = self._silent.union(
+            r for r, found in known.items() if found and (found.barred or found.refusal)
+        )
+        if self.inflight.keys() <= self._silent:
+            self._nothing_running.set()
+        else:
+            self._nothing_running.clear()
+        unsent = self._barred.intersection(ticket.replica.id for ticket in self._unsent)
+        if unsent and self.on_bar is not None:
+            self.on_bar(unsent)
 
     def _check_lease(self) -> None:
         """Call back what has not left yet as soon as the lease ends: nobody waits for it longer."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import count
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -79,6 +79,7 @@ class Rollouts:
         self.accounts = Accounts(metrics, settings.log.access)
         self.upstreams = Upstreams()
         gate.on_lapse = self.recall
+        gate.on_bar = self.recall_from
         self._look_at = look_at
         self._suspected: dict[str, float] = {}
         self.running: set[Exchange] = set()
@@ -108,6 +109,11 @@ class Rollouts:
         """Take back every rollout that is not sent whole: this gateway's lease has ended."""
         for exchange in tuple(self.running):
             exchange.recall()
+
+    def recall_from(self, replicas: Collection[str]) -> None:
+        """Take back what is not sent whole to these replicas: they may get nothing any more."""
+        for exchange in tuple(self.running):
+            exchange.recall_from(replicas)
 
     def authorise(self, headers: Headers) -> None:
         """Raise unless the caller may send rollouts."""

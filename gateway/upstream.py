@@ -234,18 +234,22 @@ class Pool:
         self._all: set[Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
 
-    def take(self, receiver: Receiver, *, fresh: bool = False) -> None:
-        """Give the receiver a connection: at once if one is kept, else when it is made."""
+    def take(self, receiver: Receiver, *, fresh: bool = False) -> asyncio.Task[None] | None:
+        """Give the receiver a connection: at once if one is kept, else when it is made.
+
+        Returns the making of it; if that is cancelled, the receiver hears nothing more of it.
+        """
         while self._kept and not fresh:
             connection = self._kept.pop()
             if connection.is_usable(self._kept_s):
                 connection.is_reused = True
                 receiver.connected(connection)
-                return
+                return None
             connection.abort()
         task = asyncio.get_running_loop().create_task(self._connect(receiver))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
+        return task
 
     def give_back(self, connection: Connection) -> None:
         """Keep a connection whose answer is whole."""

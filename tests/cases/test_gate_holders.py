@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
 
 from fleet.sim import SimFleet
 from gateway.settings_model import Gate, PauseOnUpdate, Settings
@@ -70,3 +71,50 @@ async def test_a_start_that_waits_for_answers_names_who_gives_them() -> None:
         slow.reads.set()
         assert {(await rollout).status_code for rollout in rollouts} == {200}
         await case.sync("2")
+
+
+async def test_a_replica_that_stands_still_keeps_no_update_waiting() -> None:
+    """Frozen with half a body, it is lost; its rollout goes elsewhere, the others are updated."""
+    times = fast(pause_s=5, probe_timeout_s=0.3)
+    async with one_behind_a_port(timeouts=times) as (case, slow):
+        slow.reads.clear()
+        rollout = await send_large(case, slow)
+        slow.lives.clear()
+
+        async def is_gone() -> bool:
+            return (await case.served.states())[slow.id] == "gone"
+
+        await wait_until(is_gone)
+        assert (await rollout).headers["X-Fleet-Replica"] == case.replicas[1].id
+        assert (await case.init()).status_code == 200
+        await case.sync("2")
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+async def test_a_pause_that_cannot_begin_names_who_holds_the_gate_and_changes_nothing(
+    mode: str,
+) -> None:
+    """Nobody hangs on a replica that takes no bytes; the same call may be made again."""
+    async with one_behind_a_port(timeouts=fast(pause_s=0.5)) as (case, slow):
+        slow.reads.clear()
+        rollout = await send_large(case, slow)
+        refused = await case.post(f"/pause?mode={mode}")
+        check_error(refused, 503, f"{slow.id}: 1 rollout is still being sent", "retry")
+        assert refused.headers["Retry-After"]
+        assert set((await case.served.states()).values()) == {"ready"}
+        slow.reads.set()
+        assert (await rollout).headers["X-Fleet-Replica"] == slow.id
+        await case.ok(f"/pause?mode={mode}")
+        assert set((await case.served.states()).values()) == {"paused"}
+
+
+async def test_what_is_on_its_way_to_a_server_that_must_sleep_is_called_back() -> None:
+    """A body that it takes too slowly keeps no sleep waiting."""
+    async with one_behind_a_port(timeouts=fast(control_s=5)) as (case, slow):
+        slow.reads.clear()
+        rollout = await send_large(case, slow)
+        await case.ok("/sleep?level=1")
+        assert set((await case.served.states()).values()) == {"asleep"}
+        slow.reads.set()
+        await case.ok("/wake_up")
+        assert (await rollout).headers["X-Fleet-Replica"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -270,6 +271,51 @@ async def test_the_gate_is_drained_when_every_answer_has_ended() -> None:
     assert not await is_over(draining)
     tickets[-1].done()
     assert await is_over(draining)
+    assert gate.inflight == {}
+
+
+async def test_a_ticket_whose_replica_is_lost_before_it_is_taken_is_exchanged() -> None:
+    """Granted in one moment and void in the next, it would be sent to a corpse."""
+    gate = gate_at(CLOSED)
+    (task,) = await held(gate, 10)
+    gate.follow(OPEN)
+    gate.follow(marked(OPEN, "a", lost="no answer"))
+    other = (await task).replica.id
+    assert other != "a"
+    assert gate.inflight == {other: 1}
+
+
+async def test_a_ticket_granted_in_the_moment_before_the_lease_ends_is_not_used() -> None:
+    """Whoever closes the gates waits no longer than that."""
+    gate = gate_at(CLOSED)
+    (task,) = await held(gate, 10)
+    gate.follow(OPEN)
+    gate.renew(monotonic())
+    await settle()
+    assert not task.done()
+    assert (gate.held, gate.inflight) == (1, {})
+    gate.renew(monotonic() + 60)
+    assert (await task).replica.id in OPEN.replicas
+
+
+async def test_a_drained_gate_waits_for_nobody_who_cannot_answer() -> None:
+    """What a silent replica has in hand may never end; one that comes back counts again."""
+    gate = gate_at(OPEN)
+    tickets = [await gate.admit(1) for _ in range(3)]
+    for ticket in tickets:
+        ticket.sent()
+    gate.follow(marked(OPEN, "a", lost="no answer"))
+    draining = asyncio.ensure_future(gate.drained())
+    tickets[1].done()
+    assert not await is_over(draining)
+    tickets[2].done()
+    assert await is_over(draining)
+    gate.follow(OPEN)
+    draining = asyncio.ensure_future(gate.drained())
+    assert not await is_over(draining)
+    gate.follow(change(OPEN, replicas={r: f for r, f in OPEN.replicas.items() if r != "a"}))
+    assert await is_over(draining)
+    tickets[0].done()
     assert gate.inflight == {}
 
 
