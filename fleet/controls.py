@@ -7,7 +7,8 @@ hears of it, so that the gate and the router never lag behind the servers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+import asyncio
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from time import time
 from typing import Any, cast
@@ -21,6 +22,7 @@ from fleet.errors import (
     MemberFailed,
     PauseNotReached,
     Refused,
+    StoreUnavailable,
     WrongPhase,
 )
 from fleet.facts.layout import count_workers
@@ -36,6 +38,7 @@ from fleet.replicas.replica_client import Call
 from fleet.rules.bodies import check_version
 from fleet.rules.explain import count_states, failure_kind
 from fleet.rules.membership import candidates_for, common_backend, marked, relabelled
+from fleet.rules.resting import asleep_again, clears, got_up, laid_down, paused, runs_on, woken
 
 change = msgspec.structs.replace
 
@@ -79,26 +82,36 @@ class Controls:
         before = self._ledger.state.pause
         now = time()
         since = before.since if before else now
-        clears = _clears(self._ledger.state, clear_cache=clear_cache)
-        asked = TrainerPause(mode=mode, clear_cache=clears, by=by, since=since, renewed=now)
-        state = await self._ledger.amend(lambda s: change(s, pause=asked))
-        await self._gate.closed()
+        cleared = clears(self._ledger.state, clear_cache=clear_cache)
+        asked = TrainerPause(mode=mode, clear_cache=cleared, by=by, since=since, renewed=now)
+        await self._ledger.amend(lambda s: change(s, pause=asked))
+        try:
+            async with asyncio.timeout(self._options.deadlines.pause_s):
+                await self._gate.closed()
+                # Whom a round that has committed resumes now would otherwise run on.
+                state = await self._ledger.until(lambda s: s.phase is not Phase.COMMITTED)
+        except TimeoutError:
+            await self._ledger.amend(lambda s: change(s, pause=before))
+            raise self._still_open("pause") from None
         targets, outcomes = self._reachable(state)
         if state.phase in ROUND_OPEN:
             targets = [r for r in targets if not state.replicas[r].paused]
-        outcomes |= await self._send_pause(targets, mode, clear_cache=clear_cache)
+        outcomes |= await self._send_pause(state, targets, mode, clear_cache=clear_cache)
         if _failed(outcomes):
             ran = [r for r in targets if not state.replicas[r].paused]
             await self._undo_pause(before, ran, outcomes)
-        await self._ledger.amend(lambda s: _paused(s, targets, cleared=clear_cache))
+        await self._note("pause", lambda s: paused(s, targets, cleared=clear_cache))
         return outcomes
 
-    async def _send_pause(self, targets: list[str], mode: str, *, clear_cache: bool) -> Outcomes:
-        query = urlencode({"mode": mode, "clear_cache": str(clear_cache).lower()})
-        deadline_s = self._performer.pause_deadline(mode)
-        return await self._performer.ask(
-            targets, lambda _: Call("POST", "/pause", query), deadline_s
-        )
+    async def _send_pause(
+        self, state: FleetState, targets: list[str], mode: str, *, clear_cache: bool
+    ) -> Outcomes:
+        def call(replica: str) -> Call:
+            told = "keep" if runs_on(state.replicas[replica], mode) else mode
+            query = urlencode({"mode": told, "clear_cache": str(clear_cache).lower()})
+            return Call("POST", "/pause", query)
+
+        return await self._performer.ask(targets, call, self._performer.pause_deadline(mode))
 
     async def _undo_pause(
         self, before: TrainerPause | None, ran: list[str], outcomes: Outcomes
@@ -140,9 +153,9 @@ class Controls:
             running = [r for r in targets if r not in fenced | asleep]
             outcomes |= await self._resume_calls(running)
             resumed = [r for r in running if outcomes[r].ok]
-            await self._ledger.amend(lambda s: marked(s, resumed, paused=False))
+            await self._note("resume", lambda s: marked(s, resumed, paused=False))
             self._raise_if_failed("resume", outcomes)
-            await self._ledger.amend(lambda s: change(s, pause=None))
+            await self._note("resume", lambda s: change(s, pause=None))
             return outcomes
 
     async def _resume_calls(self, targets: Iterable[str]) -> Outcomes:
@@ -158,21 +171,48 @@ class Controls:
             raise BadInput(f"level must be 0, 1 or 2, not {level}")
         hint = "finish or reset the round first"
         with self._between(ROUND_OPEN, "sleep", hint):
+            sleep = Sleep(level=level, at=time())
+            before = self._ledger.state.replicas
             targets, outcomes = self._reachable(self._ledger.state)
 
             def lay_down(state: FleetState) -> FleetState:
+                nonlocal before
                 _refuse_in(ROUND_OPEN, state, "sleep", hint)
-                return marked(state, targets, sleep=Sleep(level=level))
+                before = state.replicas
+                return laid_down(state, targets, sleep)
+
+            def get_up(ids: Iterable[str]) -> Callable[[FleetState], FleetState]:
+                return lambda s: got_up(s, [before[r] for r in ids], sleep)
 
             await self._ledger.amend(lay_down)
-            await self._gate.closed()
-            query = urlencode({"level": level, "mode": mode})
-            outcomes |= await self._ask(targets, Call("POST", "/sleep", query))
-            failed = [r for r in targets if outcomes[r].status is not None and not outcomes[r].ok]
-            asleep = [r for r in targets if r not in failed]
-            await self._ledger.amend(lambda s: _slept(s, asleep=asleep, awake=failed, level=level))
+            await self._shut_gate("sleep", get_up(targets))
+            outcomes |= await self._send_sleep(before, targets, level, mode)
+            awake = await self._who_does_not_sleep(targets, outcomes)
+            await self._note("sleep", get_up(awake))
+            asleep = [r for r in targets if r not in awake]
+            await self._note("sleep", lambda s: asleep_again(s, asleep, sleep))
             self._raise_if_failed("sleep", outcomes)
             return outcomes
+
+    async def _send_sleep(
+        self, before: Mapping[str, Replica], targets: list[str], level: int, mode: str
+    ) -> Outcomes:
+        def call(replica: str) -> Call:
+            told = "abort" if runs_on(before[replica], mode) else mode
+            return Call("POST", "/sleep", urlencode({"level": level, "mode": told}))
+
+        return await self._performer.ask(targets, call, self._options.deadlines.control_s)
+
+    async def _who_does_not_sleep(self, targets: list[str], outcomes: Outcomes) -> list[str]:
+        """Return those whose sleep did not begin for certain: refused, or awake by their own words.
+
+        A failure (5xx) may come after the sleep, from one worker of several or from something in
+        between, so it tells nothing by itself.
+        """
+        refused = [r for r in targets if 400 <= (outcomes[r].status or 0) < 500]
+        failed = [r for r in targets if (outcomes[r].status or 0) >= 500]
+        told = await self._ask(failed, Call("GET", "/is_sleeping"))
+        return refused + [r for r in failed if told[r].answer == {"is_sleeping": False}]
 
     async def wake_up(self, tags: tuple[str, ...]) -> Outcomes:
         """Wake parts of every replica; it serves again when all of its parts are awake.
@@ -182,13 +222,29 @@ class Controls:
         for tag in tags:
             _check_choice("tags", tag, WAKE_TAGS)
         with self._between(NEAR_SESSION, "wake_up", "finish the update first"):
-            targets, outcomes = self._reachable(self._ledger.state)
+            state = self._ledger.state
+            targets, outcomes = self._reachable(state)
+            barred = {r: why for r in targets if (why := state.replicas[r].barred)}
+            sleepers = {r: state.replicas[r].sleep for r in targets}
+            idle = {r: why for r, why in barred.items() if sleepers[r] is None}
+            outcomes |= {r: skipped(f"stays paused: {why}") for r, why in idle.items()}
+            outcomes |= await self._emptied(barred.keys() - idle.keys())
+            ready = [r for r in targets if r not in outcomes]
             query = urlencode([("tags", tag) for tag in tags])
-            outcomes |= await self._ask(targets, Call("POST", "/wake_up", query))
-            awake = {r: outcomes[r].answer for r in targets if outcomes[r].ok}
-            await self._ledger.amend(lambda s: _woken(s, awake, tags))
+            outcomes |= await self._ask(ready, Call("POST", "/wake_up", query))
+            awake = {r: outcomes[r].answer for r in ready if outcomes[r].ok}
+            await self._note("wake_up", lambda s: woken(s, awake, tags, sleepers))
             self._raise_if_failed("wake_up", outcomes)
             return outcomes
+
+    async def _emptied(self, targets: Iterable[str]) -> Outcomes:
+        """Abort what is frozen in sleepers whose weights nobody knows; return who failed at it.
+
+        An awake vLLM goes on with what it holds (v1/engine/core.py: wake_up, 0.32): such tokens
+        would come from those weights.
+        """
+        aborted = await self._ask(targets, Call("POST", "/abort_requests", body=b"{}"))
+        return {r: outcome for r, outcome in aborted.items() if not outcome.ok}
 
     # -- labels and numbers ------------------------------------------------------------------------
 
@@ -209,7 +265,7 @@ class Controls:
                 back = await self._ask(current, _relabel_call(before))
                 lost = [r for r, o in back.items() if not o.ok]
                 self._raise_if_failed("update_weight_version", outcomes, also=_not_set_back(lost))
-            await self._ledger.amend(lambda s: relabelled(s, current, version))
+            await self._note("update_weight_version", lambda s: relabelled(s, current, version))
             return outcomes
 
     async def count_workers(self, *, include_dp: bool) -> int:
@@ -264,8 +320,15 @@ class Controls:
                 _refuse_in(NEAR_SESSION, state, what, hint)
                 return marked(state, fenced, fence=why, holds=None)
 
+            def undo(state: FleetState) -> FleetState:
+                mine = [r for r in state.replicas.values() if r.id in fenced and r.fence == why]
+                return state.with_replicas(
+                    change(r, fence=before[r.id].fence, holds=before[r.id].holds) for r in mine
+                )
+
+            before = self._ledger.state.replicas
             await self._ledger.amend(fence)
-            await self._gate.closed()
+            await self._shut_gate(what, undo)
             return await self._broadcast(call, what, among)
 
     def _with_weights(self, what: str, why_not: Callable[[FleetState, Replica], str]) -> Among:
@@ -307,6 +370,35 @@ class Controls:
     async def caches_cleared(self) -> None:
         """Write down that no prefix cache rests on old weights any more."""
         await self._ledger.amend(lambda s: s if s.kv == "current" else change(s, kv="current"))
+
+    async def _shut_gate(self, what: str, undo: Callable[[FleetState], FleetState]) -> None:
+        """Wait for what is on its way to a replica; take the call back if that takes too long."""
+        try:
+            async with asyncio.timeout(self._options.deadlines.control_s):
+                await self._gate.closed()
+        except TimeoutError:
+            await self._ledger.amend(undo)
+            raise self._still_open(what) from None
+
+    def _still_open(self, what: str) -> PauseNotReached:
+        """Say whom a gate that did not close in time is waiting for."""
+        held = "; ".join(f"{r}: {why}" for r, why in self._gate.holding().items())
+        return PauseNotReached(
+            f"{what} could not begin: the gate does not close ({held or 'a round is resuming'}). "
+            f"Fleet now: {count_states(self._ledger.state)}",
+            hint=f"no replica was called; retry {what}",
+        )
+
+    async def _note(self, what: str, news: Callable[[FleetState], FleetState]) -> None:
+        """Write down what came of a call; DeadlinePassed if the store is away by then."""
+        try:
+            await self._ledger.amend(news)
+        except StoreUnavailable as error:
+            raise DeadlinePassed(
+                f"outcome unknown: replicas were called for {what}, then the store failed "
+                f"({error.message})",
+                hint=f"look at GET /fleet/replicas, then repeat {what}: once more does no harm",
+            ) from error
 
     async def _ask(self, targets: Iterable[str], call: Call) -> Outcomes:
         return await self._performer.ask(targets, lambda _: call, self._options.deadlines.control_s)
@@ -382,44 +474,6 @@ def _why_unlike(state: FleetState, replica: Replica) -> str:
     if not _is_current(state, replica):
         return "does not hold the committed version"
     return _why_unread(state, replica)
-
-
-def _clears(state: FleetState, *, clear_cache: bool) -> bool:
-    """Whether the caches are clear after a pause: who is paused in a round is not paused again."""
-    if state.phase not in ROUND_OPEN:
-        return clear_cache
-    cleared_before = state.pause.clear_cache if state.pause else True  # the round's own pause does
-    someone_runs = any(not replica.paused for replica in state.members())
-    return cleared_before and (clear_cache or not someone_runs)
-
-
-def _paused(state: FleetState, targets: Iterable[str], *, cleared: bool) -> FleetState:
-    state = marked(state, targets, paused=True)
-    return change(state, kv="current") if cleared and state.phase not in ROUND_OPEN else state
-
-
-def _slept(state: FleetState, *, asleep: list[str], awake: list[str], level: int) -> FleetState:
-    """Level 2 discards the weights, so only a full update makes such a replica eligible again."""
-    state = marked(state, awake, sleep=None)
-    if level < 2:
-        return state
-    return marked(state, asleep, fence="sleep level 2 discarded its weights", holds=None)
-
-
-def _woken(state: FleetState, answers: dict[str, Any], tags: tuple[str, ...]) -> FleetState:
-    known = [(state.replicas[r], answer) for r, answer in answers.items() if r in state.replicas]
-    return state.with_replicas(_wake(replica, answer, tags) for replica, answer in known)
-
-
-def _wake(replica: Replica, answer: Any, tags: tuple[str, ...]) -> Replica:
-    """Believe a server that says whether it is awake; older ones do not, so the tags decide."""
-    sleep = replica.sleep or Sleep(level=1)
-    parts = tuple(dict.fromkeys((*sleep.awake, *(tags or ("weights", "kv_cache")))))
-    said = cast("dict[str, Any]", answer).get("status") if isinstance(answer, dict) else None
-    awake = change(sleep, awake=parts).whole if said is None else said == "awake"
-    if awake:
-        return change(replica, sleep=None, paused=False)
-    return change(replica, sleep=change(sleep, awake=parts))
 
 
 def _relabel_call(version: str) -> Call:

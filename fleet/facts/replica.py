@@ -78,10 +78,14 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sleep(msgspec.Struct, frozen=True, kw_only=True):
-    """A sleeping server: its level and which of `weights`, `kv_cache` are awake again."""
+    """A sleeping server: its level and which of `weights`, `kv_cache` are awake again.
+
+    `at` is when it was asked for, in seconds since the epoch; it tells one sleep from the next.
+    """
 
     level: int
     awake: tuple[str, ...] = ()
+    at: float = 0.0
 
     @property
     def whole(self) -> bool:
@@ -130,6 +134,11 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def barred(self) -> str | None:
         """Why it must not run, whatever it holds and whoever has paused it; None if it may."""
         return self.fence or (SESSION_OPEN if self.session_open else None)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether what it has begun must not run on: its weights may be others by now."""
+        return self.barred is not None and (self.paused or self.sleep is not None)
 
     @property
     def reachable(self) -> bool:

@@ -396,3 +396,19 @@ async def test_all_gateways_killed_and_one_started_again_keep_version_and_fences
         assert await after.version() == "seven"
         assert await after.states() == ["ready", "ready", "fenced"]
         await rollout_until(after, 200)
+
+
+async def test_weights_that_a_dying_gateway_had_sent_to_sleep_at_level_2_serve_no_more(
+    gateways: Opening,
+) -> None:
+    """The weights are gone: woken at another gateway, the fleet waits for a full update."""
+    async with gateways() as (sim, several, here, there):
+        sim.replicas[1].faults.add("/sleep", "delay", seconds=2)
+        lost = asyncio.ensure_future(here.post("/sleep?level=2"))
+        await until_called(sim, "/sleep")
+        several.all[0].kill()
+        await asyncio.wait((lost,))
+        await there.ok("/wake_up")
+        assert await there.states() == ["fenced", "fenced"]
+        await there.first_sync("2")
+        assert await there.states() == ["ready", "ready"]

@@ -176,3 +176,36 @@ async def test_a_store_that_stays_away_in_mid_call_leaves_the_outcome_unknown_an
         check_error(await case.finish("2"), 409, "world_size=3")
         await case.first_sync("2")
         assert await case.states() == ["ready", "ready"]
+
+
+@pytest.mark.parametrize(
+    ("call", "body"),
+    [
+        ("/pause", None),
+        ("/resume", None),
+        ("/sleep", None),
+        ("/wake_up", None),
+        ("/update_weight_version", {"new_version": "renamed"}),
+    ],
+)
+async def test_outside_of_a_round_too_an_outcome_that_nobody_wrote_down_is_unknown(
+    call: str, body: dict[str, str] | None, own_server: RedisServer, tmp_path: Path
+) -> None:
+    """504, not «retry as it is»: replicas were called. The same call again puts things right."""
+    async with SimFleet(nccl(2)) as sim, gateways(sim, own_server.url, tmp_path, 1) as several:
+        case = several.case(0)
+        await case.first_sync("1")
+        if call == "/wake_up":
+            await case.ok("/sleep")
+        case.forget_logs()
+        sim.replicas[1].faults.add(call, "delay", seconds=0.5)
+        answer = asyncio.ensure_future(case.post(call, body))
+        await until_called(sim, call)
+        own_server.kill()
+        check_error(await answer, 504, "outcome unknown", "then repeat")
+        own_server.start()
+        await wait_until(several.all[0].ready)
+        await case.ok(call, body)
+        await case.ok("/wake_up")
+        await case.ok("/resume")
+        assert (await until_serving(case)).headers["X-Weight-Version"] in {"1", "renamed"}
