@@ -105,7 +105,7 @@ async def test_adapters_are_listed_once_loaded(http: Http) -> None:
 )
 def test_options_that_make_no_fleet_are_refused(fields: dict[str, Any]) -> None:
     """A fleet has replicas, and a replica has workers."""
-    with pytest.raises(ValueError, match=r"replica|sizes"):
+    with pytest.raises(ValueError, match=r"replica|size"):
         SimOptions(**fields)
 
 
