@@ -77,6 +77,7 @@ class Front(asyncio.Protocol):
         self._head = b""
         self._chunked = False
         self._is_reading = True
+        self._is_full = False
 
     # -- asyncio.Protocol --------------------------------------------------------------------------
 
@@ -102,19 +103,23 @@ class Front(asyncio.Protocol):
         self._buffer = self._buffer + data if self._buffer else data
         if self._request is not None:
             self._read_body()
-        elif self._exchange is None:
+        elif self._exchange is None and not self._is_full:
             self._read_head()
         elif len(self._buffer) > MAX_HEAD:
             self._is_reading = False
             self._transport.pause_reading()  # a pipelining client waits like any other
 
     def pause_writing(self) -> None:
+        self._is_full = True
         if self._exchange is not None:
             self._exchange.pause()
 
     def resume_writing(self) -> None:
+        self._is_full = False
         if self._exchange is not None:
             self._exchange.resume()
+        elif self._buffer and not self._transport.is_closing():
+            self._go_on()
 
     def shutdown(self) -> None:
         """Close when what is under way is answered; uvicorn calls this when it stops.
@@ -284,17 +289,26 @@ class Front(asyncio.Protocol):
         self._exchange = None
         if not self._keep:
             self._transport.close()
-            return
+        elif not (self._is_full and self._buffer):  # who does not read gets no further answer
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Take the next request: what the client has sent meanwhile, or what is still to come."""
         if not self._is_reading:
             self._is_reading = True
             self._transport.resume_reading()
-        if self._buffer:
-            self._read_head()
-            return
         loop = asyncio.get_running_loop()
+        if self._buffer:
+            loop.call_soon(self._read_on)  # not from here: refusals would pile up on the stack
+            return
         self._idle_since = loop.time()
         if self._idle_check is None:  # one timer does for many requests: a timer each is dear
             self._idle_check = loop.call_later(self._keep_alive_s, self._close_if_idle)
+
+    def _read_on(self) -> None:
+        is_free = self._exchange is None and self._request is None
+        if is_free and self._buffer and not self._transport.is_closing():
+            self._read_head()
 
     def _close_if_idle(self) -> None:
         """Close if nothing has come for the time that a connection is kept, else look again."""

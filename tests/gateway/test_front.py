@@ -67,6 +67,47 @@ async def test_requests_sent_in_one_breath_are_answered_in_order() -> None:
         assert [(await read_message(reader)).body for _ in bodies] == bodies
 
 
+async def test_who_reads_no_answer_is_given_no_further_ones() -> None:
+    """Requests in one breath may have answers of any size: none is asked for that nobody takes."""
+    piece, asked = b"x" * 100_000, 200
+    async with (
+        behind(answering(answer_of(piece))) as (served, replica),
+        connection(served.url) as (reader, writer),
+    ):
+        writer.write(request_of(PATH, b"{}") * asked)
+        await reader.readexactly(1)
+        stalled_at = -1
+
+        async def stalled() -> bool:
+            nonlocal stalled_at
+            before, stalled_at = stalled_at, len(replica.requests)
+            await asyncio.sleep(0.1)  # dozens could have been answered meanwhile
+            return before == len(replica.requests)
+
+        await wait_until(stalled)
+        assert len(replica.requests) < asked // 2
+        writer.write(request_of(PATH, b"{}"))
+        before = len(replica.requests)
+        await wait_until(stalled)
+        assert len(replica.requests) == before
+        first = await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(len(piece)) == piece
+        assert b"content-length: 100000" in first
+        assert {(await read_message(reader)).body for _ in range(asked)} == {piece}
+
+
+async def test_any_number_of_refusals_may_be_asked_for_in_one_breath() -> None:
+    """Each is answered at once, and none while another one is."""
+    asked = 2000
+    async with (
+        behind(answering(OK), limits=Limits(rollout_body_bytes=1)) as (served, _),
+        connection(served.url) as (reader, writer),
+    ):
+        writer.write(request_of(PATH, b"{}") * asked)
+        answers = [(await read_message(reader)).first_line.split()[1] for _ in range(asked)]
+    assert set(answers) == {"413"}
+
+
 async def test_a_request_may_come_byte_by_byte() -> None:
     """Wherever the network cuts a request, it is the same request."""
     raw = request_of(PATH, b'{"prompt":"cut"}', "X-Request-Id: mine")
