@@ -52,7 +52,10 @@ class Request:
     """What the routing policy goes by, if it goes by anything of the rollout."""
 
     def note(self, name: bytes, value: bytes) -> None:
-        """Take in a header, its name in lower case, if it is one of NOTED."""
+        """Take in a header, its name in lower case, if it is one of NOTED; an empty one is none."""
+        value = value.strip(b" \t")  # no part of a value (RFC 9110, 5.5); not every parser knows
+        if not value:
+            return
         if name == b"x-request-id":
             self.request_id = value
         elif name == b"x-min-weight-version":

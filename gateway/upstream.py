@@ -134,7 +134,7 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._has_surplus = True
-            broken = f"not HTTP: {error}"
+            broken = f"not HTTP: {error.__context__ or error}"  # the former is ours
         self._deliver()
         if self._is_whole:
             self._finish()
@@ -174,6 +174,8 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
+        if not 100 <= status < 600:  # what that means, nobody knows (RFC 9110, 15)
+            raise ValueError(f"status {status}")
         if status < 200 or self._receiver is None or self._is_whole:
             return  # an interim answer concerns this hop only
         names = {name.lower() for name, _ in self._headers}

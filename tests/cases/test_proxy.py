@@ -159,6 +159,28 @@ async def test_a_request_id_is_kept_or_made() -> None:
         assert len(made) >= 16
 
 
+@pytest.mark.parametrize("nothing", ["", " ", "\t "])
+async def test_an_empty_header_of_ours_is_none(nothing: str) -> None:
+    """No version is asked for that nobody can commit, and an id is made."""
+    async with _behind(answering(answer_of(b"{}"))) as (served, replica):
+        named = ("X-Min-Weight-Version", "X-Request-Id", "X-Session-Id")
+        raw = request_of(COMPLETIONS, b"{}", *(f"{name}:{nothing}" for name in named))
+        answer = await asyncio.wait_for(exchange(served.url, raw), 5)
+        assert answer.first_line == "HTTP/1.1 200 OK"
+        (made,) = answer.values("x-request-id")
+        assert made
+        assert replica.requests[0].values("x-request-id") == [made]
+
+
+@pytest.mark.parametrize("status", ["000 Odd", "042 Odd", "600 Odd", "999 Odd"])
+async def test_a_status_that_is_none_is_an_answer_that_broke(status: str) -> None:
+    """No client is sent what it cannot read; it is refused as with any nonsense."""
+    async with _behind(answering(answer_of(b"odd", status=status))) as (served, replica):
+        answer = await served.http.post(COMPLETIONS, content=b"{}")
+        check_error(answer, 503, "broke the connection before answering")
+        assert len(replica.requests) == 1
+
+
 async def test_an_answer_says_which_replica_and_version_made_it_whatever_that_claims() -> None:
     """Labels are the gateway's own; a replica's are dropped."""
     reply = answer_of(b"{}", "X-Weight-Version: 99", "X-Fleet-Replica: someone")
