@@ -38,7 +38,16 @@ from fleet.replicas.replica_client import Call
 from fleet.rules.bodies import check_version
 from fleet.rules.explain import count_states, failure_kind
 from fleet.rules.membership import candidates_for, common_backend, marked, relabelled
-from fleet.rules.resting import asleep_again, clears, got_up, laid_down, paused, runs_on, woken
+from fleet.rules.resting import (
+    asleep_again,
+    clears,
+    got_up,
+    laid_down,
+    paused,
+    runs_on,
+    wakes_wholly,
+    woken,
+)
 
 change = msgspec.structs.replace
 
@@ -228,7 +237,8 @@ class Controls:
             sleepers = {r: state.replicas[r].sleep for r in targets}
             idle = {r: why for r, why in barred.items() if sleepers[r] is None}
             outcomes |= {r: skipped(f"stays paused: {why}") for r, why in idle.items()}
-            outcomes |= await self._emptied(barred.keys() - idle.keys())
+            waking = [r for r in barred if wakes_wholly(sleepers[r], tags)]
+            outcomes |= await self._emptied(waking)
             ready = [r for r in targets if r not in outcomes]
             query = urlencode([("tags", tag) for tag in tags])
             outcomes |= await self._ask(ready, Call("POST", "/wake_up", query))

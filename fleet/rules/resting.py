@@ -70,6 +70,11 @@ def asleep_again(state: FleetState, ids: Iterable[str], sleep: Sleep) -> FleetSt
     return state.with_replicas(_laid_down(r, sleep) for r in found if r.sleep is None)
 
 
+def wakes_wholly(sleep: Sleep | None, tags: tuple[str, ...]) -> bool:
+    """Whether waking these parts (none: all) ends a sleep, and so sets the engine going."""
+    return sleep is not None and _with_awake(sleep, tags).whole
+
+
 def woken(
     state: FleetState,
     answers: Mapping[str, Any],
@@ -98,9 +103,14 @@ def _at(sleep: Sleep | None) -> float | None:
 def _wake(replica: Replica, answer: Any, tags: tuple[str, ...]) -> Replica:
     """Believe a server that says whether it is awake; older ones do not, so the tags decide."""
     sleep = replica.sleep or Sleep(level=1)
-    parts = tuple(dict.fromkeys((*sleep.awake, *(tags or ("weights", "kv_cache")))))
+    sleep = _with_awake(sleep, tags)
     said = cast("dict[str, Any]", answer).get("status") if isinstance(answer, dict) else None
-    awake = change(sleep, awake=parts).whole if said is None else said == "awake"
+    awake = sleep.whole if said is None else said == "awake"
     if awake:
         return change(replica, sleep=None, paused=False)
-    return change(replica, sleep=change(sleep, awake=parts))
+    return change(replica, sleep=sleep)
+
+
+def _with_awake(sleep: Sleep, tags: tuple[str, ...]) -> Sleep:
+    parts = (*sleep.awake, *(tags or ("weights", "kv_cache")))
+    return change(sleep, awake=tuple(dict.fromkeys(parts)))
