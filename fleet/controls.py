@@ -351,7 +351,7 @@ class Controls:
             told = "; ".join(f"{r}: {outcome.detail}" for r, outcome in outcomes.items())
             raise Refused(
                 f"{what}: there is no replica to ask ({told or 'no replicas'})",
-                hint="wake up who sleeps; init again and send a full update for the others",
+                hint="wake up who sleeps; re-init and send a full update for the others",
                 outcomes=outcomes,
             )
         return [r for r in targets if r not in unfit], outcomes

@@ -187,7 +187,7 @@ class ElasticSession:
             self._leave()
         workers = self.client.get_world_size()
         if workers == 0:
-            told = Told(call="GET /get_world_size", hint="start or repair replicas")
+            told = Told(call="GET /get_world_size", hint="start, repair or restart replicas")
             raise MembershipChanged("no replica can join a group now", told)
         self._join(_TRAINER_RANKS + workers)
 

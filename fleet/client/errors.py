@@ -105,7 +105,7 @@ class RoundOpen(Refused, errors.RoundOpen):
 
 
 class MembershipChanged(Refused, errors.MembershipChanged):
-    """A member of the group was lost or restarted since init: init again with `world_size`."""
+    """A member of the group was lost or restarted since init: re-init with `world_size`."""
 
 
 class WorldSizeMismatch(Refused, errors.WorldSizeMismatch):

@@ -227,10 +227,11 @@ def check_still_whole(state: FleetState) -> None:
     if not now.lost:
         return
     told = "; ".join(f"{replica}: {why}" for replica, why in now.lost.items())
+    again = f"re-init with {now.next_world} ({now.workers} workers are there now)"
+    if not now.workers and now.obstacle is None:
+        again = "nobody could join a group now: start, repair or restart replicas, then re-init"
     raise MembershipChanged(
-        f"the group changed since init ({told})",
-        hint=f"re-init with {now.next_world} "
-        f"({now.workers} workers are there now), then start again",
+        f"the group changed since init ({told})", hint=f"{again}, then start again"
     )
 
 

@@ -441,6 +441,15 @@ def test_a_member_that_was_lost_wedged_or_restarted_blocks_a_start(
     assert f"re-init with world_size={workers + 1} ({workers} workers" in (caught.value.hint or "")
 
 
+def test_a_start_that_has_lost_everybody_names_no_world_size() -> None:
+    """A group of the trainer alone would be refused."""
+    state = in_group(a={"wedged": "silent"}, b={"lost": "refused"}, c={"wedged": "silent"})
+    with pytest.raises(MembershipChanged) as caught:
+        check_still_whole(state)
+    assert "world_size" not in (caught.value.hint or "")
+    assert "restart replicas, then re-init, then start again" in (caught.value.hint or "")
+
+
 def test_a_member_that_was_removed_blocks_a_start() -> None:
     """Its ranks are in the group, and nobody answers for them."""
     with pytest.raises(MembershipChanged, match="c: removed from the fleet"):
