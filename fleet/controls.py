@@ -268,6 +268,7 @@ class Controls:
             outcomes |= {
                 r: skipped("not at the committed version") for r in set(targets) - set(current)
             }
+            await self._ledger.amend(lambda s: change(s, naming=version))
             outcomes |= await self._ask(current, _relabel_call(version))
             if _failed(outcomes):
                 # Who failed may have taken the label all the same.

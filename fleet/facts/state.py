@@ -161,7 +161,8 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     `fullest` is the store key of the names of the fullest round so far. `gateways` are those that
     serve the fleet, by id; `holder` is the call that one of them carries now, `ended` the last one.
     `resets` counts how often an operator has abandoned what was open. `departed` is what replicas
-    have left with since the last commit (departed.py).
+    have left with since the last commit (departed.py). `naming` is the label that replicas are
+    being given outside of a round.
     """
 
     name: str
@@ -183,6 +184,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     ended: Ended | None = None
     resets: int = 0
     departed: dict[str, Replica] = {}
+    naming: str | None = None
 
     @property
     def member_ids(self) -> tuple[str, ...]:

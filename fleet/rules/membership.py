@@ -112,7 +112,10 @@ def observe(state: FleetState, replica: str, seen: Observation, now: float) -> F
         after = _merge(_doubted(before, state, now), seen)
     else:
         after = _merge(change(before, lost=None), seen)
-        after = _first_seen(after, seen, state) if not before.known else after
+        if not before.known:
+            after = _first_seen(after, seen, state)
+        elif _contradicts(before, seen, state):
+            after = _unless_named_once(before, after)
     if after == before:
         return state
     is_news = change(after, named=before.named) != before
@@ -155,7 +158,7 @@ def relabelled(state: FleetState, replicas: Iterable[str], version: str) -> Flee
     """
     known = (state.replicas[r] for r in replicas if r in state.replicas)
     holders = [r.id for r in known if r.holds == state.commit_index and r.fence is None]
-    state = state.with_commit(version)
+    state = change(state.with_commit(version), naming=None)
     return marked(state, holders, holds=state.commit_index, version=version)
 
 
@@ -330,6 +333,21 @@ def _is_doubtful(before: Replica, seen: Observation, state: FleetState) -> bool:
     if before.lost is not None:
         return seen.version in (None, UNSET_VERSION) or seen.version != state.weight_version
     return seen.version == UNSET_VERSION and before.named not in (None, UNSET_VERSION)
+
+
+def _contradicts(before: Replica, seen: Observation, state: FleetState) -> bool:
+    """Whether a server that may serve names a version which this fleet has not given it."""
+    may_serve = before.barred is None and before.holds == state.commit_index
+    given = (None, UNSET_VERSION, before.version, state.weight_version, state.naming)
+    return may_serve and seen.version not in given and not in_open_round(state, before.id)
+
+
+def _unless_named_once(before: Replica, after: Replica) -> Replica:
+    """Fence it at the second look: the first may have begun before a label that it has by now."""
+    if before.named != after.named:
+        return change(after, version=before.version)
+    why = f"somebody else has updated it: it names version {after.named}, not {before.version}"
+    return change(after, fence=why, holds=None)
 
 
 def _doubted(before: Replica, state: FleetState, now: float) -> Replica:

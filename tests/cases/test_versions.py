@@ -17,6 +17,7 @@ from tests.cases.conftest import (
     outcomes_of,
     posts,
 )
+from tests.waiting import wait_until
 
 DRAFT = "/start_draft_weight_update"
 RELABEL = "/update_weight_version"
@@ -270,3 +271,39 @@ async def test_a_start_while_another_start_is_on_its_way_joins_it() -> None:
         answers = await asyncio.gather(case.start(), case.start())
         assert [a.status_code for a in answers] == [200, 200]
         assert all(sent.count(START) == 1 for sent in case.all_sent())
+
+
+async def test_a_replica_that_somebody_else_updates_serves_no_more() -> None:
+    """It names a version that this fleet has not given it, so nobody knows what its weights are."""
+    async with case_of() as case:
+        await case.first_sync("1")
+        stray = case.replicas[1]
+        body = {"new_version": "mine"}
+        direct = await case.http.post(f"{stray.url}/update_weight_version", json=body)
+        assert direct.status_code == 200
+        await case.await_states("ready", "fenced", "ready")
+        told = (await case.http.get("/fleet/replicas")).json()["replicas"][1]
+        assert "it names version mine, not 1" in told["reason"]
+        await case.sync("2")
+        assert await case.states() == ["ready"] * 3
+
+
+async def test_a_label_that_is_slow_to_arrive_everywhere_fences_nobody() -> None:
+    """Probes see it at some replicas long before it is committed."""
+    async with case_of() as case:
+        await case.first_sync("1")
+        slow, quick = case.replicas[2], case.replicas[0]
+        slow.faults.add("/update_weight_version", "delay", seconds=1.5)
+        case.forget_logs()
+        relabel = asyncio.ensure_future(
+            case.post("/update_weight_version", {"new_version": "renamed"})
+        )
+
+        async def looked_at_often() -> bool:
+            return len(quick.log.calls("/weight_info")) >= 5
+
+        await wait_until(looked_at_often)
+        assert not relabel.done()
+        assert await case.states() == ["ready"] * 3
+        assert (await relabel).status_code == 200
+        assert await case.version() == "renamed"

@@ -178,6 +178,38 @@ def test_a_server_without_an_instance_that_forgets_its_version_was_restarted() -
     assert after(named, UNNAMED).holds is None
 
 
+FOREIGN = Observation(version="theirs")
+
+
+def test_a_label_that_this_fleet_has_not_given_fences_at_the_second_look() -> None:
+    """The first look may have begun before the server got the label that it has by now."""
+    fleet = fleet_of(replica("a", holds=3, version="7"), commit_index=3, weight_version="7")
+    once = observe(fleet, "a", FOREIGN, LATER)
+    assert (once.replicas["a"].fence, once.replicas["a"].version) == (None, "7")
+    twice = after(once, FOREIGN)
+    assert twice.fence == "somebody else has updated it: it names version theirs, not 7"
+    assert twice.holds is None
+
+
+@pytest.mark.parametrize(
+    "facts", [{"fence": "mixed"}, {"holds": 2}, {"holds": None}], ids=["fenced", "stale", "unknown"]
+)
+def test_who_may_not_serve_may_name_what_it_likes(facts: dict[str, Any]) -> None:
+    """A member of a round that failed in its finish, say, names a version that never was."""
+    before = replica("a", **({"holds": 3, "version": "7"} | facts))
+    fleet = fleet_of(before, commit_index=3, weight_version="7")
+    twice = after(observe(fleet, "a", FOREIGN, LATER), FOREIGN)
+    assert (twice.fence, twice.holds) == (before.fence, before.holds)
+
+
+@pytest.mark.parametrize("where", [{"naming": "theirs"}, {"weight_version": "theirs"}])
+def test_a_label_on_its_way_or_committed_is_no_foreign_one(where: dict[str, str]) -> None:
+    """Probes see it at a replica before its fleet has committed it, or before its facts say so."""
+    known = {"commit_index": 3, "weight_version": "7"} | where
+    fleet = fleet_of(replica("a", holds=3, version="7"), **known)
+    assert after(observe(fleet, "a", FOREIGN, LATER), FOREIGN).fence is None
+
+
 def test_a_start_is_refused_after_a_server_without_an_instance_was_away() -> None:
     """Its group is gone if it was restarted; it may not have been, but a hang costs more."""
     state = fleet_in(Phase.INITIALIZED, replica("a", instance=None), replica("b"))
