@@ -30,6 +30,15 @@ def _append_to(file: str) -> BinaryIO:
     return cast("BinaryIO", Path(file).open("ab", buffering=0))
 
 
+def try_file(file: str) -> None:
+    """Open the file of an access log once, as its gateway will; OSError if that cannot be.
+
+    A pipe is left alone: who reads it would take this for the end.
+    """
+    if not Path(file).is_fifo():
+        _append_to(file).close()
+
+
 class Account(msgspec.Struct, kw_only=True):
     """One rollout. Times are in seconds, `ended_at` since the epoch; `outcome` is `complete`,
     `broken` (the replica died in mid-answer), `cancelled` (the client left), `aborted` (while held)

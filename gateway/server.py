@@ -14,16 +14,16 @@ from collections.abc import Callable
 
 import uvicorn
 
-from fleet.errors import FleetError, StoreUnavailable
+from fleet.errors import FleetError
 from fleet.facts.address import url_host
-from fleet.store import open_store, store_address
+from fleet.store import store_address
 from gateway.app import Application, create_app
 from gateway.auth import Right, authorise
+from gateway.checks import check_what_is_named
 from gateway.context import Gateway
 from gateway.discovery import source_of
 from gateway.front import Front
 from gateway.logs import configure_logging
-from gateway.settings import SettingsError
 from gateway.settings_model import Settings
 from gateway.version import gateway_version
 from gateway.workers import FirstOfAll, supervise
@@ -97,12 +97,12 @@ class FleetServer(uvicorn.Server):
 def serve(settings: Settings) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit status; running rollouts may end.
 
-    Raises OSError if the port cannot be had, SettingsError if the store cannot be used, or if
-    replicas are to be found as pods and this is none.
+    Raises OSError if the port cannot be had, SettingsError if what a setting names cannot be used,
+    or if replicas are to be found as pods and this is none.
     """
     configure_logging(settings.log, tells_process=settings.workers > 1)
     _raise_file_limit()
-    asyncio.run(_check_store(settings))
+    asyncio.run(check_what_is_named(settings))
     source_of(settings)  # what it lacks is told here, in one line, and not while serving
     listening = _listen(settings)
     first = FirstOfAll()
@@ -165,18 +165,6 @@ def _raise_file_limit() -> None:
     """Take as many files as the system allows: every rollout in flight needs two of them."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-async def _check_store(settings: Settings) -> None:
-    async with open_store(settings.store, settings.name) as store:
-        try:
-            await store.ping()
-        except StoreUnavailable as error:
-            fact = str(error.__cause__ or error).rstrip(".")
-            raise SettingsError(
-                f"the store {store_address(settings.store)} cannot be used: {fact}; start it "
-                "there, or correct --store (FLEET_STORE)"
-            ) from error
 
 
 def _listen(settings: Settings, *, is_shared: bool = False) -> socket.socket:

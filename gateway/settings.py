@@ -161,7 +161,7 @@ def _from_file(config: Path | None) -> dict[str, _Given]:
         content: object = yaml.safe_load(config.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{config}: cannot be read: {_one_line(error)}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the last two: no date, no end
         raise SettingsError(f"{config}: not valid YAML{_line_of(error)}") from None
     if content is None:
         return {}
@@ -170,7 +170,7 @@ def _from_file(config: Path | None) -> dict[str, _Given]:
     return dict(_flatten(content, "", str(config)))
 
 
-def _line_of(error: yaml.YAMLError) -> str:
+def _line_of(error: Exception) -> str:
     """Say where, and not what: the line may hold a token."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f" in line {error.problem_mark.line + 1}"

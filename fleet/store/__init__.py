@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
@@ -110,15 +111,28 @@ def _check_parts(parts: SplitResult) -> None:
         raise ValueError("several Redis hosts (cluster) are not available in this version; use one")
     try:
         _ = parts.port
-    except ValueError as error:
-        raise ValueError(
-            f"the store's port is not a number up to 65535: {_where(parts)}"
-        ) from error
+    except ValueError:
+        # Not quoted, nor its cause: it may be half of a password that has a slash.
+        raise ValueError("the store's port is not a number up to 65535") from None
     if parts.scheme == "memory" and (parts.path.strip("/") or parts.query):
         raise ValueError("memory:// takes at most a name: memory://name")
-    unknown = sorted(set(parse_qs(parts.query)) - _OPTIONS)
+    _check_options(parts, parse_qs(parts.query))
+
+
+def _check_options(parts: SplitResult, options: dict[str, list[str]]) -> None:
+    """Refuse what redis-py would take here, and choke on when it connects, or pass over."""
+    unknown = sorted(set(options) - _OPTIONS)
     if unknown:
         raise ValueError(f"unknown store option {unknown[0]!r}; use one of {sorted(_OPTIONS)}")
+    path = () if parts.scheme == "unix" else (parts.path.strip("/"),)
+    if any(n and not n.isdecimal() for n in (*options.get("db", ()), *path)):
+        raise ValueError("the store's database is not a number")  # but maybe half of a password
+    for name in sorted(options):
+        if name.startswith("ssl_") and parts.scheme != "rediss":
+            raise ValueError(f"the store's option {name} needs TLS: rediss://")
+    for file in options.get("ssl_ca_certs", ()):
+        if not Path(file).is_file():
+            raise ValueError(f"the store's ssl_ca_certs is no file: {file!r}")
 
 
 def _where(parts: SplitResult) -> str:

@@ -19,6 +19,9 @@ import pytest
 from redis import Redis
 
 from fleet.sim import SimFleet
+from gateway.accounts import try_file
+from gateway.checks import check_what_is_named
+from gateway.settings_model import RestartHook, Settings
 from gateway.version import gateway_version
 from tests.redis_server import RedisServer
 from tests.waiting import wait_until
@@ -201,6 +204,74 @@ def test_a_store_that_is_not_there_is_one_line() -> None:
     assert ended.stderr.endswith("; start it there, or correct --store (FLEET_STORE)\n")
     assert "s3cret" not in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "fact"),
+    [
+        ("maxmemory", "1", "not allowed when used memory > 'maxmemory'"),
+        ("replicaof", "127.0.0.1 1", "write against a read only replica"),
+    ],
+)
+def test_a_store_that_only_reads_is_one_line(
+    own_server: RedisServer, setting: str, value: str, fact: str
+) -> None:
+    """Full, or no primary: it answers, so only a write shows it; what it was asked expires."""
+    with Redis.from_url(own_server.url) as redis:
+        if setting == "maxmemory":
+            redis.config_set(setting, value)
+        else:
+            redis.execute_command("REPLICAOF", *value.split())
+        ended = run("serve", "--store", own_server.url)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"fleet: the store {own_server.url} takes no writes: ")
+    assert fact in ended.stderr
+    assert "script" not in ended.stderr
+    assert "--store (FLEET_STORE)" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+async def test_what_the_start_writes_to_see_whether_it_may_is_gone_soon(
+    own_server: RedisServer,
+) -> None:
+    """Nothing of it is left for good."""
+    await check_what_is_named(Settings(store=own_server.url))
+    with Redis.from_url(own_server.url) as redis:
+        (key,) = redis.scan_iter()
+        assert 0 < redis.pttl(key) <= 1000
+
+
+@pytest.mark.parametrize("value", ["/", "/proc/nobody-can-write-here"])
+def test_an_access_log_that_cannot_be_written_is_one_line(value: str) -> None:
+    """A folder, or a place where nobody may write: told at the start, and not as a stack trace."""
+    ended = run("serve", "--port", "0", FLEET_LOG__ACCESS=value)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"fleet: FLEET_LOG__ACCESS: '{value}' cannot be written to: ")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_trying_an_access_log_leaves_a_pipe_to_its_reader(tmp_path: Path) -> None:
+    """Nobody reads yet, so opening it would wait; who read it would take the try for the end."""
+    pipe = tmp_path / "access"
+    os.mkfifo(pipe)
+    try_file(str(pipe))
+
+
+def test_a_restart_command_that_is_no_program_is_one_line() -> None:
+    """Else only the first wedged replica would show it."""
+    ended = run("serve", "--port", "0", FLEET_RESTART__COMMAND="/no/such/program {id}")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(
+        "fleet: FLEET_RESTART__COMMAND: '/no/such/program' is no program"
+    )
+    assert len(ended.stderr.splitlines()) == 1
+
+
+async def test_a_restart_command_whose_program_has_the_replica_in_its_name_is_not_looked_for() -> (
+    None
+):
+    """Which program that is, only a restart tells."""
+    await check_what_is_named(Settings(restart=RestartHook(command="/no/such/restart-{host} now")))
 
 
 def test_a_port_in_use_is_one_line_that_says_what_to_do() -> None:

@@ -245,6 +245,8 @@ def test_a_lease_shorter_than_its_renewal_is_refused() -> None:
         ("gate: {mode: held}", "gate.mode in FILE: should be 'hold' or 'reject', not 'held'"),
         ("- a", "FILE: must be a mapping of setting names to values"),
         ("a: b\nc: [", "FILE: not valid YAML in line 2"),
+        ("name: 2026-13-45", "FILE: not valid YAML"),
+        ("[" * 3000, "FILE: not valid YAML"),
         ("1: b", "1 in FILE: unknown setting; docs/settings.md lists all names"),
     ],
 )

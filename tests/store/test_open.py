@@ -87,6 +87,11 @@ async def test_a_redis_that_does_not_tell_its_age_counts_as_new(redis_url: str) 
         ("redis://h:port", "port is not a number"),
         ("redis://[h", "not a URL"),
         ("redis://h?retry_on_timeout=1", "unknown store option 'retry_on_timeout'"),
+        ("redis://h/zero", "database is not a number"),
+        ("unix:///s.sock?db=x", "database is not a number"),
+        ("redis://h?ssl_cert_reqs=none", "ssl_cert_reqs needs TLS: rediss://"),
+        ("unix:///s.sock?ssl_ca_certs=/c", "ssl_ca_certs needs TLS: rediss://"),
+        ("rediss://h?ssl_ca_certs=/no/such/file", "ssl_ca_certs is no file: '/no/such/file'"),
         ("memory://a/b", "memory://name"),
     ],
 )
@@ -100,7 +105,10 @@ async def test_an_unusable_url_is_refused_with_one_line(url: str, line: str) -> 
             pass
 
 
-@pytest.mark.parametrize("url", ["redis://:secret@h:port", "redis://:secret@[h", "x://:secret@h"])
+@pytest.mark.parametrize(
+    "url",
+    ["redis://:secret@h:port", "redis://:secret@[h", "x://:secret@h", "redis://:se/secret@h/0"],
+)
 def test_a_refusal_does_not_tell_the_password(url: str) -> None:
     """The line ends up in logs."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the test above has the lines)
