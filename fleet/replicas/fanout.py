@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from time import monotonic
 from typing import Any, TypeVar
@@ -39,20 +38,51 @@ class FanOut:
 
     def __init__(self, owner: asyncio.TaskGroup) -> None:
         self._owner = owner
-        self._in_flight: Counter[str] = Counter()
+        self._flights: dict[tuple[str, _Gathering], asyncio.Task[None]] = {}
         self._left = asyncio.Event()
 
     def in_flight(self) -> frozenset[str]:
         """Return the replicas with a collective call that has not been answered."""
-        return frozenset(+self._in_flight)
+        return frozenset(replica for replica, _ in self._flights)
 
-    async def settled(self, within_s: float) -> None:
-        """Return when no collective call is in flight any more, or after `within_s`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                while +self._in_flight:
-                    self._left.clear()
+    async def settled(
+        self, grace_s: float, can_come: Callable[[str], bool], at_work: Collection[str] = ()
+    ) -> None:
+        """Return once nobody is awaited whose call may still end: at once, mostly.
+
+        A call is awaited for `grace_s` from when its collective was given up, whoever asks how
+        often; not at all if its replica cannot come, or is `at_work` in one that goes on.
+        """
+        while (last := self._last_moment(grace_s, can_come, at_work)) > monotonic():
+            self._left.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(last - monotonic()):
                     await self._left.wait()
+
+    def _last_moment(
+        self, grace_s: float, can_come: Callable[[str], bool], at_work: Collection[str]
+    ) -> float:
+        """Return until when calls are awaited, on the monotonic clock; 0 if none is."""
+        moments = [0.0]
+        for replica, gathering in self._flights:
+            if not can_come(replica):
+                continue
+            if gathering.given_up_at is not None:
+                moments.append(gathering.given_up_at + grace_s)
+            elif replica not in at_work:  # a reset has abandoned it, at the latest now
+                gathering.abandoned_at = gathering.abandoned_at or monotonic()
+                moments.append(gathering.abandoned_at + grace_s)
+        return max(moments)
+
+    def forget(self, is_gone: Callable[[str], bool]) -> None:
+        """Hang up on who has left the fleet inside a collective that was given up.
+
+        That frees nobody; but a late answer would be taken for one of whoever has the name next.
+        """
+        for (replica, gathering), task in self._flights.items():
+            is_over = gathering.given_up_at is not None and replica not in gathering.answered
+            if is_over and is_gone(replica):
+                task.cancel()
 
     async def ask(self, attempts: Mapping[str, Attempt], deadline_s: float) -> dict[str, Outcome]:
         """Make independent calls and wait for all of them; who is late is cancelled."""
@@ -79,13 +109,13 @@ class FanOut:
         each one once. Cancelling the caller leaves them watched, too.
         """
         gathering = _Gathering(len(attempts), stop_at_failure=True, late=late)
-        self._in_flight.update(attempts.keys())
         gathering.left = self._leave
-        self._start(attempts, gathering)
+        for replica, task in self._start(attempts, gathering).items():
+            self._flights[replica, gathering] = task
         try:
             await gathering.wait(deadline_s)
         finally:
-            gathering.closed = True
+            gathering.given_up_at = monotonic()
         silence = Outcome(outcome=Result.WEDGED, detail="still inside the collective")
         return {replica: gathering.outcomes.get(replica, silence) for replica in attempts}
 
@@ -130,8 +160,8 @@ class FanOut:
             for replica, attempt in attempts.items()
         }
 
-    def _leave(self, replica: str) -> None:
-        self._in_flight[replica] -= 1
+    def _leave(self, replica: str, gathering: _Gathering) -> None:
+        del self._flights[replica, gathering]
         self._left.set()
 
 
@@ -147,12 +177,18 @@ async def _awaited(attempt: Callable[[], Awaitable[Seen]]) -> Seen:
 
 
 class _Gathering:
-    """What has come back so far; settles once, when everyone has answered or the first failed."""
+    """What has come back so far; settles once, when everyone has answered or the first failed.
+
+    `given_up_at` is when its caller went on, `abandoned_at` when it was first seen that nobody
+    needs it any more; both in seconds of the monotonic clock.
+    """
 
     def __init__(self, awaited: int, *, stop_at_failure: bool, late: Late | None = None) -> None:
         self.outcomes: dict[str, Outcome] = {}
-        self.closed = False
-        self.left: Callable[[str], None] | None = None
+        self.answered: set[str] = set()
+        self.given_up_at: float | None = None
+        self.abandoned_at: float | None = None
+        self.left: Callable[[str, _Gathering], None] | None = None
         self._awaited = awaited
         self._stop_at_failure = stop_at_failure
         self._late = late
@@ -173,7 +209,8 @@ class _Gathering:
         """
         try:
             outcome = await attempt()
-            if self.closed and self._late is not None:
+            self.answered.add(replica)
+            if self.given_up_at is not None and self._late is not None:
                 await self._late(replica, outcome)
             else:
                 self._arrive(replica, outcome)
@@ -183,7 +220,7 @@ class _Gathering:
             self._settle(bug)
         finally:
             if self.left is not None:
-                self.left(replica)
+                self.left(replica, self)
 
     def _arrive(self, replica: str, outcome: Outcome) -> None:
         self.outcomes[replica] = outcome

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable
 from enum import Enum, auto
 from functools import partial
-from time import time
+from time import monotonic, time
 
 import msgspec
 
@@ -70,7 +70,9 @@ class Registry:
         self._options = options
         self._store_was_empty = not ledger.state.replicas and ledger.state.commit_index == 0
         self._looking: set[str] = set()
+        self._silent_since: dict[str, float] = {}
         self.swept = asyncio.Event()
+        ledger.watch(self._forget_who_left)
 
     async def add(self, urls: Iterable[str]) -> list[str]:
         """Add replicas by URL and return their ids; they join once a probe has seen them."""
@@ -185,17 +187,42 @@ class Registry:
         """Give those a moment who only waited for the culprit of a failed collective.
 
         Without this, a trainer that inits again at once would get a group of the culprit alone.
-        Who counts as lost is looked at again: it may only have dropped one connection.
+        Who counts as lost is looked at again: it may only have dropped one connection. Nobody waits
+        for those that have had their moment, or cannot come any more.
         """
-        await self._fan_out.settled(SETTLE_S)
-        lost = [r for r in self._ledger.state.replicas.values() if r.lost and not r.leaving]
+        state = self._ledger.state
+        await self._fan_out.settled(SETTLE_S, self._may_come, in_collective(state))
+        known = self._ledger.state.replicas.values()
+        lost = [r for r in known if r.lost and not r.leaving and not self._stays_silent(r)]
         if lost:
             await self._look(lost, _Look.WHOLLY)
 
+    def _may_come(self, replica: str) -> bool:
+        found = self._ledger.state.replicas.get(replica)
+        return found is not None and found.lost is None
+
     async def verify(self, replicas: Iterable[str]) -> None:
-        """Look closely at these replicas now, so that a decision rests on what is, not what was."""
+        """Look closely at these replicas now, so that a decision rests on what is, not what was.
+
+        Who is left out anyway because it is silent, and has been for long, is left to the probes.
+        """
         known = self._ledger.state.replicas
-        await self._look([known[r] for r in replicas if r in known], _Look.CLOSELY)
+        there = [known[r] for r in replicas if r in known]
+        await self._look([r for r in there if not self._stays_silent(r)], _Look.CLOSELY)
+
+    def _stays_silent(self, replica: Replica) -> bool:
+        """Whether the fleet does without a replica whose silence has lasted longer than SETTLE_S.
+
+        The probes see it come back: a call that hangs on it breaks when it is restarted.
+        """
+        since = self._silent_since.get(replica.id)
+        return since is not None and not replica.reachable and monotonic() - since > SETTLE_S
+
+    def _forget_who_left(self, state: FleetState) -> None:
+        gone = self._silent_since.keys() - state.replicas.keys()
+        for replica in gone:
+            del self._silent_since[replica]
+        self._fan_out.forget(lambda replica: replica not in state.replicas)
 
     async def _look(self, replicas: Iterable[Replica], how: _Look) -> list[str]:
         """Look at these replicas and write down what was seen; return who was not seen in time."""
@@ -226,13 +253,16 @@ class Registry:
         limit_s = self._options.deadlines.probe_s
         is_first = how is _Look.WHOLLY
         first_s = min(limit_s, RELOOK_S if replica.lost else SWEEP_S)
+        began = monotonic()
         try:
             async with asyncio.timeout(first_s if is_first else limit_s):
                 seen = await self._ask(replica, how)
         except TimeoutError:
+            self._silent_since.setdefault(replica.id, began)
             if is_first:
                 return None
             return await explain_silence(self._client, replica.url, limit_s)
+        self._silent_since.pop(replica.id, None)
         if replica.wedged and seen.lost is None and replica.id not in self._fan_out.in_flight():
             return msgspec.structs.replace(seen, unwedged=True)
         return seen

@@ -273,6 +273,101 @@ async def test_a_replica_in_two_collectives_is_in_flight_until_both_have_ended(
     assert fan_out.in_flight() == frozenset()
 
 
+async def everyone_comes(fan_out: FanOut, grace_s: float, at_work: tuple[str, ...] = ()) -> None:
+    """Wait as who believes that every replica may still come."""
+    await fan_out.settled(grace_s, lambda _: True, at_work)
+
+
+async def test_who_only_waited_for_the_culprit_is_awaited(fan_out: FanOut) -> None:
+    """It answers a moment after the collective was given up."""
+    stuck, late_ones = asyncio.Event(), LateOnes()
+    attempts = {"a": answers(FAILED), "b": answers_after(stuck)}
+    await fan_out.gather_collective(attempts, LONG, late_ones)
+    waiting = asyncio.ensure_future(everyone_comes(fan_out, LONG))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stuck.set()
+    await waiting
+    assert late_ones.heard == [("b", Result.OK)]
+
+
+async def test_nobody_is_awaited_longer_than_once(fan_out: FanOut) -> None:
+    """Its moment begins when the collective is given up, not with each that asks for it."""
+    await fan_out.gather_collective({"a": answers_after(asyncio.Event())}, SHORT, LateOnes())
+    async with asyncio.timeout(5):
+        for _ in range(100):
+            await everyone_comes(fan_out, 0.1)
+    assert fan_out.in_flight() == {"a"}
+
+
+async def test_who_cannot_come_is_not_awaited(fan_out: FanOut) -> None:
+    """It is lost, or has left the fleet; the others still have their moment."""
+    stuck = asyncio.Event()
+    attempts = {"a": answers_after(asyncio.Event()), "b": answers_after(stuck)}
+    await fan_out.gather_collective(attempts, SHORT, LateOnes())
+    waiting = asyncio.ensure_future(fan_out.settled(LONG, lambda replica: replica == "b"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stuck.set()
+    async with asyncio.timeout(5):
+        await waiting
+
+
+async def test_a_collective_that_goes_on_is_not_awaited_until_it_was_abandoned(
+    fan_out: FanOut,
+) -> None:
+    """Its members are at work; once a reset has let them go, they have their moment, and once."""
+    attempts = {"a": answers_after(asyncio.Event())}
+    going_on = asyncio.ensure_future(fan_out.gather_collective(attempts, LONG, LateOnes()))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await everyone_comes(fan_out, LONG, at_work=("a",))
+        began = time.monotonic()
+        for _ in range(100):
+            await everyone_comes(fan_out, 0.1)
+        assert time.monotonic() - began >= 0.1
+    going_on.cancel()
+
+
+async def test_who_has_left_the_fleet_is_hung_up_on(fan_out: FanOut) -> None:
+    """What it would answer late is not taken for an answer of the next one of that name."""
+    stuck, late_ones = asyncio.Event(), LateOnes()
+    attempts = {"a": answers_after(stuck), "b": answers_after(stuck)}
+    going_on = asyncio.ensure_future(fan_out.gather_collective(attempts, LONG, late_ones))
+    await asyncio.sleep(0)
+    fan_out.forget(lambda replica: replica == "a")
+    await asyncio.sleep(0)
+    assert fan_out.in_flight() == {"a", "b"}, "its collective goes on"
+    going_on.cancel()
+    await asyncio.wait([going_on])
+    fan_out.forget(lambda replica: replica == "a")
+    await asyncio.sleep(0)
+    assert fan_out.in_flight() == {"b"}
+    stuck.set()
+    await late_ones.count(1)
+    assert late_ones.heard == [("b", Result.OK)]
+
+
+async def test_a_late_answer_is_dealt_with_although_its_replica_has_left(fan_out: FanOut) -> None:
+    """It has come before, and what is being written must not be cut off."""
+    stuck, hears, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    heard: list[str] = []
+
+    async def late(replica: str, outcome: Outcome) -> None:
+        del outcome
+        hears.set()
+        await over.wait()
+        heard.append(replica)
+
+    await fan_out.gather_collective({"a": answers_after(stuck)}, SHORT, late)
+    stuck.set()
+    await hears.wait()
+    fan_out.forget(lambda _: True)
+    over.set()
+    await everyone_comes(fan_out, LONG)
+    assert heard == ["a"]
+
+
 async def test_a_bug_in_one_look_cancels_the_others(fan_out: FanOut) -> None:
     """Looks bound themselves, so a bug is the only way that one fails."""
 
