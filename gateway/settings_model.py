@@ -31,11 +31,21 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 
+PLACEHOLDERS: Final = ("id", "url", "host", "port")
+"""What fleet/replicas/restart.py fills into the words of a restart command."""
+_PLACEHOLDER: Final = re.compile(r"(?<![{$])\{([A-Za-z_]\w*)\}(?!\})")
+"""Braces around a single name; a shell's ${name}, JSON and {{templates}} are for the command."""
+
 
 def _not_bool(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("a number is needed, not true or false")
     return value
+
+
+def _off_is_a_word(value: object) -> object:
+    """Read YAML's unquoted `off`, which is false to it, as the word that was written."""
+    return "off" if value is False else value
 
 
 def _split_commas(value: object) -> object:
@@ -227,6 +237,10 @@ class RestartHook(_Group):
     def _words(cls, value: str | None) -> str | None:
         if value is not None and not shlex.split(value):
             raise ValueError("the command is empty")
+        unknown = [n for n in _PLACEHOLDER.findall(value or "") if n not in PLACEHOLDERS]
+        if unknown:
+            known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+            raise ValueError(f"nothing is filled in for {{{unknown[0]}}}, only for {known}")
         return value
 
     @field_validator("webhook")
@@ -236,7 +250,8 @@ class RestartHook(_Group):
             return None
         if info.data.get("command") is not None:
             raise ValueError("set either the command or the webhook, not both")
-        if urlsplit(value).scheme not in ("http", "https"):
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             raise ValueError(f"an http or https URL is needed, not {value!r}")
         return value
 
@@ -354,7 +369,7 @@ class Settings(_Group):
     meet in Redis, so they need such a store."""
     name: str = "fleet"
     """Name of the fleet, the prefix of its keys: several fleets may share one Redis."""
-    pause_on_update: PauseOnUpdate = PauseOnUpdate.KEEP
+    pause_on_update: Annotated[PauseOnUpdate, BeforeValidator(_off_is_a_word)] = PauseOnUpdate.KEEP
     """vLLM's pause mode around an update. `keep` freezes running rollouts and continues them,
     so nothing is lost; `off` leaves pausing to the trainer."""
     auto_version: bool = True

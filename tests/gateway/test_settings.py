@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from fleet.facts.replica import Replica
+from fleet.replicas.restart import CommandRestart
 from gateway.settings import (
     Auth,
     Gate,
@@ -23,6 +25,7 @@ from gateway.settings import (
     load_settings,
     setting_names,
 )
+from gateway.settings_model import PLACEHOLDERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,6 +176,7 @@ def test_what_only_looks_like_kubernetes_is_refused(name: str) -> None:
 
 
 SELECTOR = "FLEET_KUBERNETES__SELECTOR"
+NOT_FILLED_IN = "nothing is filled in for {nope}, only for {id}, {url}, {host}, {port}"
 POLICY_NAMES = "'least_inflight', 'round_robin', 'power_of_two', 'consistent_hash' or 'prefix'"
 
 
@@ -195,6 +199,9 @@ POLICY_NAMES = "'least_inflight', 'round_robin', 'power_of_two', 'consistent_has
         ("KUBERNETES__API", "10.0.0.1:443", None),
         ("KUBERNETES__API", "https://me:pw@10.0.0.1", None),
         ("KUBERNETES__PORT", "0", None),
+        ("RESTART__COMMAND", "restart {host} {nope}", NOT_FILLED_IN),
+        ("RESTART__WEBHOOK", "http://", "an http or https URL is needed, not 'http://'"),
+        ("RESTART__WEBHOOK", "http://h:99999", "Port out of range 0-65535"),
         ("TOPOLOGY", "[{", None),
         ("TOPOLOGY", "{}", None),
     ],
@@ -228,6 +235,45 @@ def test_a_truth_value_is_no_number(dotted: str, from_file: Callable[[str], Sett
     text = f"{group}: {{{name}: on}}" if group else f"{name}: on"
     with pytest.raises(SettingsError, match="a number is needed, not true or false"):
         from_file(text)
+
+
+@pytest.mark.parametrize("word", ["off", "Off", "OFF", "'off'"])
+def test_off_in_the_file_needs_no_quotes(word: str, from_file: Callable[[str], Settings]) -> None:
+    """YAML takes it for false, and for this setting it is a mode."""
+    assert from_file(f"pause_on_update: {word}").pause_on_update is PauseOnUpdate.OFF
+
+
+@pytest.mark.parametrize("text", ["pause_on_update: on", "gate: {mode: off}", "name: off"])
+def test_other_truth_values_are_no_words(text: str, from_file: Callable[[str], Settings]) -> None:
+    """Only a setting that can be `off` reads false so."""
+    with pytest.raises(SettingsError, match=r"not (True|False)$"):
+        from_file(text)
+
+
+async def test_a_restart_command_fills_in_what_is_taken_at_the_start(tmp_path: Path) -> None:
+    """Each placeholder is one that a restart replaces."""
+    told = tmp_path / "told"
+    names = " ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+    command = f"sh -c 'echo $* > {told}' sh {names}"
+    assert from_environment(RESTART__COMMAND=command).restart.command == command
+    replica = Replica(id="host.test:9", url="http://host.test:9")
+    await CommandRestart(command, timeout_s=10).restart(replica)
+    assert told.read_text() == "host.test:9 http://host.test:9 host.test 9\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "restart {id} {url} {host}:{port}",
+        """sh -c 'kill ${PID} {id}'""",
+        """curl -d '{"name": "{id}", "force": {}}' http://h""",
+        "docker inspect --format {{ID}} {host}",
+        "xargs -I{} echo {a,b}",
+    ],
+)
+def test_braces_that_are_the_commands_own_are_left_to_it(command: str) -> None:
+    """Shells, JSON and templates have theirs."""
+    assert from_environment(RESTART__COMMAND=command).restart.command == command
 
 
 def test_a_lease_shorter_than_its_renewal_is_refused() -> None:
