@@ -204,6 +204,8 @@ def _refuse_member(state: FleetState, replica: str, hint: str) -> None:
 
 
 def _one(gateway: Gateway, replica: str) -> dict[str, Any]:
+    """Return what is told of one replica; UnknownReplica if it was removed meanwhile."""
+    gateway.registry.find(replica)
     views = replicas_view(gateway.ledger.state, gateway.load())
     return next(view for view in views if view["id"] == replica)
 

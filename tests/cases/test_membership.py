@@ -45,6 +45,18 @@ async def test_a_newcomer_to_a_fleet_without_a_version_serves_at_once() -> None:
         assert (await case.ok("/fleet/replicas", {"url": newcomer.url}))["state"] == "ready"
 
 
+async def test_a_newcomer_that_is_removed_while_it_is_looked_at_is_unknown() -> None:
+    """Whoever added it hears what any call to a replica that is not there hears."""
+    async with case_of(nccl(1)) as case, asyncio.TaskGroup() as group:
+        newcomer = await case.sim.add()
+        newcomer.faults.add("/health", "delay", seconds=1)
+        adding = group.create_task(case.post("/fleet/replicas", {"url": newcomer.url}))
+        await case.await_states("ready", "joining")
+        assert (await case.http.delete(f"/fleet/replicas/{newcomer.id}")).is_success
+        assert not adding.done()
+        check_error(await adding, 404, f"no replica '{newcomer.id}'")
+
+
 async def test_a_server_that_does_not_tell_its_instance_for_once_keeps_its_fence() -> None:
     """The look before an init gets no /server_info; /metrics still says when it was started."""
     async with case_of(nccl(2)) as case:
