@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
+from fleet.rules.events import Event, UpdateFailed
 from fleet.sim import SimReplica
 from fleet.sim.faults import Action
 from tests.cases.conftest import (
@@ -218,6 +219,55 @@ async def test_a_session_that_no_finish_has_closed_gets_another_before_the_next_
         assert case.replicas[1].faults.as_json() == []
         await case.first_sync("3")
         assert await case.states() == ["ready"] * 3
+
+
+async def test_a_bare_finish_that_comes_late_closes_no_session_of_the_next_round() -> None:
+    """It is on its way since the failure; whoever inits and starts at once waits for it first."""
+    async with case_of() as case:
+        assert (await case.init()).status_code == 200
+        assert (await case.start()).status_code == 200
+        slow = case.replicas[1]
+        slow.faults.add(FINISH, "delay", seconds=1.0)
+        slow.faults.add(UPDATE, "status")
+        check_error(await case.update(), 424, slow.id)
+        assert (await case.init(4)).status_code == 200
+        assert (await case.start()).status_code == 200
+        await wait_until(lambda: _has_answered(slow, FINISH))
+        assert slow.engine.session is not None
+        assert (await case.update()).status_code == 200
+        assert (await case.finish("1")).status_code == 200
+        assert await case.states() == ["ready"] * 3
+
+
+async def test_an_answer_that_comes_while_the_failure_is_written_down_still_ends_the_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Told before it, the failure would call a replica silent that will never answer again."""
+    async with case_of(timeouts=fast(probe_s=60)) as case:
+        assert (await case.init()).status_code == 200
+        assert (await case.start()).status_code == 200
+        failing, late, _ = case.replicas
+        failing.faults.add(UPDATE, "status")
+        late.faults.add(UPDATE, "delay", seconds=0.5)
+        ledger, go_on = case.gateway.ledger, asyncio.Event()
+        apply = ledger.apply
+
+        async def apply_late(event: Event) -> object:
+            if isinstance(event, UpdateFailed):
+                await go_on.wait()
+            return await apply(event)
+
+        monkeypatch.setattr(ledger, "apply", apply_late)
+        updating = asyncio.ensure_future(case.update())
+        await wait_until(lambda: _has_answered(late, UPDATE))
+        go_on.set()
+        check_error(await updating, 424, failing.id)
+        await case.await_states("fenced", "fenced", "fenced")
+
+
+async def _has_answered(replica: SimReplica, path: str) -> bool:
+    calls = posts(replica, path)
+    return bool(calls) and all(call.t_end is not None for call in calls)
 
 
 @pytest.mark.parametrize("words", ["No weight update in progress", "not started"])

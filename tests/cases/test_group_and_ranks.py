@@ -121,6 +121,29 @@ async def test_case_5_a_second_init_that_fails_on_one_replica_names_only_that_on
         await case.await_states("ready", "ready", "ready")
 
 
+async def test_case_6_a_new_trainers_init_ends_what_the_old_one_had_begun() -> None:
+    """Its generation is a new one, and what still comes of the old trainer's round is refused."""
+    async with case_of() as case:
+        await case.first_sync("1")
+        old = await case.fleet()
+        assert (await case.start()).status_code == 200
+        check_error(await case.init(), 409, "is still open", "/fleet/reset")
+        await case.ok("/fleet/reset")
+        told = (await case.init()).json()
+        assert told["generation"] == (await case.fleet())["generation"] > old["generation"]
+        case.forget_logs()
+        check_error(await case.update(), 409, "initialized")
+        check_error(await case.finish("late"), 409, "initialized")
+        assert case.all_sent() == [[], [], []]
+        assert await case.version() == "1"
+        await case.sync("2")
+        assert [r["generation"] for r in await case.rounds()] == [
+            told["generation"],
+            old["generation"],
+            old["generation"],
+        ]
+
+
 async def test_case_7_a_replica_that_dies_between_init_and_start_is_found_out() -> None:
     """Start is refused with the new world size, and nobody else was touched."""
     async with case_of() as case:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.cases.conftest import FINISH, START, UPDATE, Case, case_of, check_error, nccl
+from tests.cases.conftest import FINISH, START, UPDATE, Case, case_of, check_error, fast, nccl
 
 
 async def test_a_newcomer_between_init_and_start_blocks_nothing_and_is_announced() -> None:
@@ -84,6 +84,31 @@ async def test_world_size_counts_exactly_the_next_group() -> None:
         assert (await case.init(7)).status_code == 200
         await case.sync("2")
         assert await case.states() == ["ready", "ready", "ready", "gone"]
+
+
+async def test_an_init_at_once_after_a_failure_takes_those_in_that_only_waited() -> None:
+    """They sit in the broken collective for a moment still; the trainer knows its number."""
+    async with case_of() as case:
+        assert (await case.init(4)).status_code == 200
+        assert (await case.start()).status_code == 200
+        for replica, action in zip(case.replicas, ("status", "delay", "delay"), strict=True):
+            replica.faults.add(UPDATE, action, seconds=2.0)
+        check_error(await case.update(), 424, case.replicas[0].id)
+        assert await case.states() == ["fenced", "wedged", "wedged"]
+        assert (await case.init(4)).status_code == 200
+        await case.sync()
+
+
+async def test_an_init_looks_again_at_who_counts_as_lost() -> None:
+    """A connection that broke is no death, and no probe has had the time to see that."""
+    async with case_of(timeouts=fast(probe_s=60)) as case:
+        assert (await case.init(4)).status_code == 200
+        assert (await case.start()).status_code == 200
+        case.replicas[0].faults.add(UPDATE, "drop")
+        check_error(await case.update(), 424, case.replicas[0].id)
+        assert await case.states() == ["gone", "fenced", "fenced"]
+        assert (await case.init(4)).status_code == 200
+        await case.sync()
 
 
 async def test_a_drained_replica_gets_no_rollout_and_no_update() -> None:

@@ -286,6 +286,21 @@ async def test_a_pause_whose_caller_left_does_not_answer_a_later_pause() -> None
         assert [r.engine.paused for r in case.replicas] == ["abort"] * 3
 
 
+async def test_a_label_whose_caller_left_does_not_answer_a_later_one() -> None:
+    """Between them the weights got another label, so the second time it must be set again."""
+    path = "/update_weight_version"
+    async with case_of() as case:
+        await case.first_sync("1")
+        for replica in case.replicas:
+            replica.faults.add(path, "delay", seconds=0.3)
+        await _leave_once_asked(case, path, case.post(path, {"new_version": "best"}))
+        await wait_until(lambda: _is_labelled(case, "best"))
+        await case.ok(path, {"new_version": "worse"})
+        await case.ok(path, {"new_version": "best"})
+        assert await case.version() == "best"
+        assert [r.engine.version for r in case.replicas] == ["best"] * 3
+
+
 async def test_an_abort_whose_caller_left_does_not_answer_a_later_abort() -> None:
     """What came in between must be aborted too."""
     async with case_of(nccl(1, token_delay_ms=5)) as case:
@@ -300,6 +315,10 @@ async def test_an_abort_whose_caller_left_does_not_answer_a_later_abort() -> Non
 
 async def _has_answered(case: Case, path: str, times: int) -> bool:
     return [call.status for call in posts(case.replicas[0], path)] == [200] * times
+
+
+async def _is_labelled(case: Case, version: str) -> bool:
+    return await case.version() == version
 
 
 async def _is_running(case: Case) -> bool:

@@ -7,10 +7,12 @@ import asyncio
 import pytest
 
 from fleet.facts.state import Phase, Round
+from fleet.rules.events import Event
 from fleet.sim import SimReplica
 from tests.cases.conftest import (
     FINISH,
     START,
+    UPDATE,
     Case,
     case_of,
     check_error,
@@ -174,6 +176,29 @@ async def test_the_next_round_waits_for_the_abandoned_one_to_be_undone() -> None
         assert (await case.update()).status_code == 200
         assert (await case.finish("2")).status_code == 200
         assert await case.states() == ["ready", "ready"]
+
+
+async def test_an_update_that_was_planned_before_the_next_init_is_not_sent_in_its_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Case 6: it was cut for the ranks of a group that is over, and another trainer is awaited."""
+    async with case_of(nccl(2)) as case:
+        await case.first_sync("1")
+        assert (await case.start()).status_code == 200
+        case.forget_logs()
+        ledger = case.gateway.ledger
+        apply = ledger.apply
+
+        async def apply_late(event: Event) -> object:
+            monkeypatch.undo()
+            await begins_anew(case)
+            return await apply(event)
+
+        monkeypatch.setattr(ledger, "apply", apply_late)
+        check_error(await case.update(), 409, "another call")
+        assert [posts(replica, UPDATE) for replica in case.replicas] == [[], []]
+        assert in_session(case) == [True, True]
+        assert (await case.update(["other"])).status_code == 200
 
 
 async def has_heard(replica: SimReplica, path: str, times: int) -> bool:

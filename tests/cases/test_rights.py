@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -118,6 +119,18 @@ async def test_a_stranger_is_told_of_a_bad_form_first_and_may_not_send_much() ->
         check_error(await case.post(FINISH, {}), 401)
         answer = await case.http.post(UPDATE, content=b"x" * (17 * 1024 * 1024))
         assert answer.status_code == 401
+        assert case.all_sent() == [[], [], []]
+
+
+async def test_a_stranger_who_does_not_say_how_much_comes_is_cut_off_early() -> None:
+    """A body without a length is read no further than any control call's, weights or not."""
+    async with case_of(auth=guarded()) as case:
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(17):
+                yield b" " * (1024 * 1024)
+
+        check_error(await case.http.post(UPDATE, content=chunks()), 413)
         assert case.all_sent() == [[], [], []]
 
 

@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import pytest
 
+from fleet.facts.state import Phase
 from fleet.sim import SimOptions
 from gateway.settings_model import Gate, GateMode
 from tests.cases.conftest import (
@@ -45,6 +46,23 @@ async def test_case_16_the_gate_closes_before_the_pause_goes_out() -> None:
         for answer in await asyncio.gather(*late):
             assert (answer.status_code, answer.headers["X-Weight-Version"]) == (200, "2")
             assert answer.json()["sim"]["version"] == "2"
+
+
+async def test_case_16_the_pause_waits_for_the_last_byte_of_what_was_let_through() -> None:
+    """A rollout that overtook the closing gate reaches its replica before the pause does."""
+    async with case_of(nccl(2)) as case:
+        await case.first_sync()
+        ticket = case.gateway.gate.try_admit(None)
+        assert ticket is not None
+        case.forget_logs()
+        starting = asyncio.ensure_future(case.start())
+        await case.gateway.ledger.until(lambda state: state.phase is Phase.PAUSING)
+        done, _ = await asyncio.wait([starting], timeout=0.3)
+        assert not done
+        assert case.all_sent() == [[], []]
+        ticket.done()
+        assert (await starting).status_code == 200
+        assert case.all_sent() == [["/pause", START]] * 2
 
 
 async def test_case_17_a_rollout_during_an_abort_pause_is_held_and_labelled_new() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from fleet.facts.calls import KEPT_S, CallId, Ended, Holder, Meeting, earlier, is_overtaken
 from fleet.facts.state import FleetState, Phase
-from fleet.rules.events import Answered, ResetRequested
-from fleet.rules.holding import held, may_report
-from tests.fleets import NOW
+from fleet.rules.events import Answered, FinishRequested, ResetRequested, UpdateRequested
+from fleet.rules.holding import held, is_timely, may_report
+from tests.fleets import NOW, fleet_in
 
 CALL = CallId(by="trainer", name="/update_weights?#1")
 OTHER = CallId(by="trainer", name="/update_weights?#2")
@@ -100,6 +100,23 @@ def test_answers_count_only_with_the_token_that_holds_the_fleet() -> None:
     state = FleetState(name="f", generation=1, phase=Phase.UPDATING, holder=holder())
     for token, counts in (("t", True), ("old", False), (None, False)):
         assert may_report(state, Answered(now=NOW, outcomes={}, token=token)) is counts
+
+
+def test_a_finish_counts_only_in_the_round_for_which_it_was_judged() -> None:
+    """Another gateway may have finished that one and begun the next, in the same generation."""
+    state = fleet_in(Phase.STARTED)
+    assert state.round is not None
+    for number, is_timely_then in ((state.round.id, True), (None, True), (7, False)):
+        finish = FinishRequested(now=NOW, full=True, round=number, planned_on=state.generation)
+        assert is_timely(state, finish) is is_timely_then
+
+
+def test_a_call_counts_only_in_the_generation_on_which_it_was_planned() -> None:
+    """Case 6: after another init its ranks and its members are those of a group that is over."""
+    state = fleet_in(Phase.STARTED)
+    for generation, is_timely_then in ((state.generation, True), (state.generation - 1, False)):
+        update = UpdateRequested(now=NOW, planned_on=generation)
+        assert is_timely(state, update) is is_timely_then
 
 
 def test_a_reset_leaves_nothing_that_a_later_call_could_meet() -> None:

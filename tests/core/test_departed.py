@@ -118,6 +118,23 @@ def test_who_was_resumed_meanwhile_is_not_called_paused() -> None:
     assert state_of(back(state)) is ReplicaState.READY
 
 
+def test_a_pause_outside_of_any_round_is_not_remembered() -> None:
+    """It was the trainer's, whose resume has not reached who was away: nobody would resume it."""
+    paused = replica("a", paused=True)
+    state = remove_replica(fleet_in(Phase.INITIALIZED, paused, replica("b")), "a")
+    assert not state.departed
+    assert not back(state, change(SEEN, paused=None)).replicas["a"].paused
+
+
+def test_of_two_names_of_one_boot_the_fenced_one_counts() -> None:
+    """Whichever left first: the other name has only seen it asleep."""
+    asleep = replica("a", sleep=Sleep(level=1))
+    mixed = replica("b", instance=BOOT, fence="mixed")
+    for first, second in (("a", "b"), ("b", "a")):
+        state = remove_replica(remove_replica(fleet_of(asleep, mixed), first), second)
+        assert back(state).replicas["a"].fence == "mixed"
+
+
 def test_weights_that_sleep_has_discarded_are_still_discarded() -> None:
     """Level 2: also if it left before its answer was written down, and so without a fence."""
     state = back(away(replica("a", sleep=Sleep(level=2))), change(SEEN, paused=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fleet.facts.calls import CallId, Holder
 from fleet.facts.replica import ReplicaState, Sleep
 from fleet.facts.state import FleetState, Phase, RoundResult, TrainerPause
 from fleet.rules.events import (
@@ -14,6 +15,7 @@ from fleet.rules.events import (
     PauseArrived,
     ResetRequested,
     StartArrived,
+    StartFailed,
     StartRequested,
     Unpause,
     UpdateArrived,
@@ -21,7 +23,18 @@ from fleet.rules.events import (
 from fleet.rules.membership import marked, sessions_closed
 from fleet.rules.parts import may_resume
 from fleet.rules.rounds import advance
-from tests.fleets import NOW, OK, TIMEOUT, change, everyone, fleet_in, fleet_of, follow, replica
+from tests.fleets import (
+    FAILED,
+    NOW,
+    OK,
+    TIMEOUT,
+    change,
+    everyone,
+    fleet_in,
+    fleet_of,
+    follow,
+    replica,
+)
 
 RESET = ResetRequested(now=NOW, by="operator")
 
@@ -117,6 +130,16 @@ def test_once_an_update_was_sent_a_reset_fences_whatever_came_of_it() -> None:
     state = fleet_in(Phase.UPDATING)
     state, _ = advance(state, UpdateArrived(now=NOW, outcomes=everyone(state)))
     state, unpause = reset(state)
+    assert fences(state) == {"a", "b", "c"}
+    assert (unpause.close, unpause.targets) == ((), ())
+
+
+def test_while_a_call_is_on_its_way_a_reset_fences_who_has_a_session() -> None:
+    """A start that was refused is being undone: what reaches whom after the reset nobody knows."""
+    state = fleet_in(Phase.STARTING)
+    state, _ = advance(state, StartFailed(now=NOW, outcomes=everyone(state, b=FAILED)))
+    call = Holder(gateway="g", token="t", what="start", call=CallId(by="t"), since=NOW)
+    state, unpause = reset(change(state, holder=call))
     assert fences(state) == {"a", "b", "c"}
     assert (unpause.close, unpause.targets) == ((), ())
 

@@ -15,6 +15,7 @@ from fleet.rules.events import (
     Answered,
     Archive,
     CloseSessions,
+    CommitRequested,
     FinishArrived,
     FinishFailed,
     FinishRequested,
@@ -311,6 +312,17 @@ def test_a_member_that_restarts_just_before_its_pause_is_resumed_by_a_reset() ->
     state = observe(fleet_in(Phase.PAUSING), "a", seen, NOW)
     _, actions = advance(state, ResetRequested(now=NOW, by="operator"))
     assert "a" in only(actions, Unpause).targets
+
+
+def test_a_commit_by_an_operator_leaves_out_who_is_not_as_it_was_when_it_finished() -> None:
+    """A server that has restarted since holds what it was started with."""
+    names = (replica(name) for name in "abcd")
+    state, _ = answered(fleet_in(Phase.FINISHING, *names), FinishFailed, b=FAILED)
+    seen = Observation(instance="boot-2", topology=replica("a").topology, version="default")
+    state = marked(observe(state, "a", seen, NOW), "d", lost="refused")
+    state, actions = advance(state, CommitRequested(now=NOW, by="operator", round=1))
+    assert {r.id for r in state.replicas.values() if r.holds == state.commit_index} == {"c"}
+    assert only(actions, SendResume).targets == ("c",)
 
 
 def test_the_trainers_own_pause_survives_a_round() -> None:

@@ -6,9 +6,11 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from fleet.errors import StoreUnavailable, WrongPhase
+from fleet.facts.calls import Seat
 from fleet.facts.state import Phase, Round
 from fleet.ledger import ROUNDS_KEPT, STATE, Ledger
 from fleet.rules.events import InitRequested, ResetRequested, StartRequested
@@ -186,6 +188,22 @@ async def test_a_store_that_lost_its_state_gets_it_back_from_who_knows_it(
     await ledger.amend(adds("b"))
     again = await Ledger.open(store, "tests")
     assert list(again.state.replicas) == ["a", "b"]
+
+
+async def test_who_knows_the_same_takes_over_what_another_gateway_has_brought_back(
+    opening: Callable[[], Awaitable[Store]],
+) -> None:
+    """Were each to write it in its turn, nobody could ever build on it."""
+    one, two = [await Ledger.open(await opening(), "tests") for _ in range(2)]
+    seats = {name: Seat(where=name, since=NOW) for name in ("one", "two")}
+    await one.amend(lambda state: msgspec.structs.replace(state, gateways=seats))
+    await two.refresh()
+    await lose(one.store)
+    await one.refresh()
+    brought_back = await one.store.load(STATE)
+    await two.refresh()
+    await one.refresh()
+    assert await one.store.load(STATE) == brought_back
 
 
 async def test_stamps_of_a_lost_state_are_never_mistaken_for_newer_ones(

@@ -18,6 +18,7 @@ from fleet.gateways.talk import CHANNEL, Message
 from fleet.ledger import Ledger
 from fleet.owner import task_owner
 from fleet.rules.events import HolderLost, InitRequested
+from fleet.rules.membership import marked
 from fleet.store import Store, open_store
 from tests.fleets import NOW, fleet_of, group_for, replica
 from tests.waiting import wait_until
@@ -177,6 +178,22 @@ async def test_closed_waits_for_the_last_byte_of_another_gateway(another: Openin
     two.gate.idle.set()
     await closing
     assert len(one.seated()) == 2
+
+
+async def test_settled_waits_for_what_another_gateway_does_and_knows_what_came_of_it(
+    another: Opening,
+) -> None:
+    """A resume there has set engines going that this gateway still takes for paused."""
+    one, two = await another(), await another()
+    await until(lambda: len(one.seated()) == 2)
+    two.ledger._savers.clear()  # news may be lost
+    with two.peers.acting():
+        settling = asyncio.ensure_future(one.peers.settled())
+        done, _ = await asyncio.wait({settling}, timeout=LEASE_S / 3)
+        assert not done
+        await two.ledger.amend(lambda state: marked(state, ["a"], draining=True))
+    await settling
+    assert one.ledger.state.replicas["a"].draining
 
 
 async def test_a_dead_gateway_is_waited_for_until_its_lease_has_ended(another: Opening) -> None:

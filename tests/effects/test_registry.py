@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import httpx
 
-from fleet.facts.options import FleetOptions
+from fleet.facts.options import Deadlines, FleetOptions
 from fleet.facts.state import FleetState
 from fleet.ledger import Ledger
 from fleet.owner import task_owner
 from fleet.replicas.fanout import FanOut
 from fleet.replicas.registry import Registry
 from fleet.replicas.replica_client import open_client
-from fleet.sim import SimFleet
+from fleet.rules.events import InitRequested
+from fleet.sim import SimFleet, SimReplica
 from fleet.store import open_store
+from tests.fleets import NOW, change, group_for
 from tests.waiting import wait_until
 
 
 @asynccontextmanager
-async def registry_over(fleet: SimFleet) -> AsyncGenerator[tuple[Registry, Ledger]]:
+async def registry_over(
+    fleet: SimFleet, probe_s: float = 5.0
+) -> AsyncGenerator[tuple[Registry, Ledger]]:
     """A registry with a ledger of its own, the replicas added and not looked at yet."""
+    options = FleetOptions(deadlines=Deadlines(probe_s=probe_s))
     async with (
         open_store("memory://", "fleet") as store,
         open_client() as client,
         task_owner() as owner,
     ):
         ledger = await Ledger.open(store, "fleet")
-        registry = Registry(ledger, client, FanOut(owner), FleetOptions())
+        registry = Registry(ledger, client, FanOut(owner), options)
         await registry.add(fleet.urls)
         yield registry, ledger
 
@@ -83,3 +89,70 @@ async def test_a_silent_replica_delays_the_news_of_no_other() -> None:
             await other.restart()
             await wait_until(has_restarted, timeout_s=4)
             assert ledger.state.replicas[silent.id].reachable
+
+
+async def _hangs(replica: SimReplica) -> bool:
+    """Whether the call that its only fault was for has come."""
+    return not replica.faults.as_json()
+
+
+async def _asked(replica: SimReplica, path: str) -> bool:
+    return bool(replica.log.calls(path))
+
+
+async def test_who_is_silent_to_a_look_because_a_collective_has_begun_is_not_wedged() -> None:
+    """The look went out before, whoever carries the collective: nobody would end that silence."""
+    async with SimFleet(replicas=2, backend="nccl") as fleet:
+        busy = fleet.replicas[0]
+        async with registry_over(fleet, probe_s=0.5) as (registry, ledger):
+            await registry.sweep()
+            busy.log.clear()
+            busy.faults.add("/server_info", "hang")
+            looking = asyncio.ensure_future(registry.suspect(busy.id))
+            await wait_until(lambda: _hangs(busy))
+            await ledger.apply(InitRequested(now=NOW, group=group_for(ledger.state)))
+            await looking
+            assert ledger.state.replicas[busy.id].reachable
+
+
+async def test_who_sits_in_a_collective_is_not_looked_at_whoever_carries_it() -> None:
+    """It answers nobody, and silence would make it a wedged one."""
+    async with SimFleet(replicas=2, backend="nccl") as fleet:
+        busy = fleet.replicas[0]
+        async with registry_over(fleet, probe_s=0.5) as (registry, ledger):
+            await registry.sweep()
+            await ledger.apply(InitRequested(now=NOW, group=group_for(ledger.state)))
+            busy.faults.add("/server_info", "hang")
+            await registry.suspect(busy.id)
+            assert not await _hangs(busy)
+            assert ledger.state.replicas[busy.id].reachable
+
+
+async def test_who_is_silent_to_a_look_without_a_reason_is_wedged() -> None:
+    """Its engine does not answer, though its server does."""
+    async with SimFleet(replicas=2, backend="nccl") as fleet:
+        silent = fleet.replicas[0]
+        async with registry_over(fleet, probe_s=0.5) as (registry, ledger):
+            await registry.sweep()
+            silent.faults.add("/server_info", "hang")
+            await registry.suspect(silent.id)
+            assert "its engine is silent" in (ledger.state.replicas[silent.id].wedged or "")
+
+
+async def test_a_newcomer_that_is_found_paused_is_paused_whatever_the_fleet_did_meanwhile() -> None:
+    """A round that came and went had nothing to do with it, and no later look asks again."""
+    async with (
+        SimFleet(replicas=1, backend="nccl") as fleet,
+        registry_over(fleet) as (registry, ledger),
+    ):
+        await registry.sweep()
+        newcomer = await fleet.add()
+        newcomer.engine.paused = "keep"
+        newcomer.faults.add("/is_paused", "delay", seconds=0.3)
+        [name] = await registry.add([newcomer.url])
+        looking = asyncio.ensure_future(registry.suspect(name))
+        await wait_until(lambda: _asked(newcomer, "/is_paused"))
+        await ledger.amend(lambda state: change(state, next_round=state.next_round + 1))
+        await looking
+        assert ledger.state.replicas[name].known
+        assert ledger.state.replicas[name].paused

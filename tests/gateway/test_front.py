@@ -108,6 +108,40 @@ async def test_any_number_of_refusals_may_be_asked_for_in_one_breath() -> None:
     assert set(answers) == {"413"}
 
 
+async def test_a_client_that_sends_much_in_one_breath_is_stopped_until_it_is_its_turn() -> None:
+    """What comes while a rollout is under way stays with the client: the gateway buffers little."""
+    body, count = b"x" * 65536, 384
+    answers = asyncio.Semaphore(0)
+
+    async def one_by_one(
+        request: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        del reader
+        assert request.body == body
+        await answers.acquire()
+        writer.write(OK)
+
+    async with (
+        behind(one_by_one) as (served, replica),
+        connection(served.url) as (reader, writer),
+    ):
+        writer.write(request_of(PATH, body) * count)
+        left = -1
+
+        async def stalled() -> bool:
+            nonlocal left
+            before, left = left, writer.transport.get_write_buffer_size()
+            await asyncio.sleep(0.1)  # the gateway could have read megabytes meanwhile
+            return before == left
+
+        await wait_until(stalled)
+        assert left > 0
+        for _ in range(count):
+            answers.release()
+            assert (await read_message(reader)).body == b'{"ok":true}'
+        assert len(replica.requests) == count
+
+
 async def test_a_request_may_come_byte_by_byte() -> None:
     """Wherever the network cuts a request, it is the same request."""
     raw = request_of(PATH, b'{"prompt":"cut"}', "X-Request-Id: mine")

@@ -190,6 +190,19 @@ async def test_a_connection_that_is_not_made_yet_is_not_waited_for() -> None:
             assert asker.rollouts.upstreams.pool(silent).is_idle  # it will not come late, either
 
 
+async def test_what_a_client_left_before_there_was_a_connection_is_never_sent() -> None:
+    """The connection is made all the same, but a replica must not work for nobody."""
+    async with raw_replica(answering(answer_of(b"other"))) as a:
+        gate = gate_of(fleet_at(a.url))
+        left = Asker(Rollouts(gate, Metrics(), Settings(), lambda _: None))
+        exchange = Exchange(left.rollouts, Request(b"POST", PATH, [], b"left"), left)
+        exchange.begin()
+        exchange.gone()
+        assert gate.inflight == {}
+        assert await asyncio.wait_for(ask(gate).over, 5) == "complete"
+        assert [request.body for request in a.requests] == [b"xx"]
+
+
 async def test_an_answer_that_began_too_early_is_broken_off_with_its_replica() -> None:
     """It has begun, so it is never asked for again; its client is told, and nobody waits."""
 

@@ -11,6 +11,7 @@ import pytest
 
 from fleet.errors import MemberFailed
 from fleet.owner import task_owner
+from gateway import single_flight
 from gateway.asgi import ClientGone
 from gateway.single_flight import STORED, ControlCall, SingleFlight
 
@@ -267,6 +268,32 @@ async def test_only_so_many_answers_are_kept(desk: Desk) -> None:
         await lost_answer(desk, work, body=str(number).encode())
     assert await desk.call(works[0], b"0") == ("done", 2)
     assert await desk.call(works[-1], str(len(works) - 1).encode()) == ("done", 1)
+
+
+async def test_a_lost_answer_waits_for_its_retry_only_so_long(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After that an equal call is meant anew, whoever makes it."""
+    work = Work()
+    await lost_answer(desk, work)
+    monkeypatch.setattr(single_flight, "STORED_S", -1.0)
+    assert await desk.call(work) == ("done", 2)
+
+
+async def test_a_call_from_before_a_reset_that_ends_late_takes_no_other_along(desk: Desk) -> None:
+    """A retry of the call that was made after the reset must still meet that one."""
+    old, new = Work("old"), Work("new")
+    before = desk.call(old)
+    await settle()
+    desk.flights.forget()
+    after = desk.call(new)
+    await settle()
+    old.go.set()
+    assert await before == ("old", 1)
+    retry = desk.call(new)
+    await settle()
+    new.go.set()
+    assert (await after, await retry) == (("new", 1), ("new", 1))
 
 
 class Body(bytearray):

@@ -147,6 +147,35 @@ async def test_an_answer_before_the_request_was_read_leaves_no_connection_behind
     server.close()
 
 
+async def test_after_a_kept_connection_that_breaks_comes_a_fresh_one_and_no_other_kept_one() -> (
+    None
+):
+    """All of them may be as old, and a rollout is not to be sent once for each."""
+    together = asyncio.Semaphore(0)
+
+    async def answers_three(
+        request: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        del reader
+        if request.body == b"late":
+            writer.transport.abort()
+            return
+        await together.acquire()
+        writer.write(answer_of(b"{}"))
+
+    async with (
+        raw_replica(answers_three) as replica,
+        serve(Settings(replicas=(replica.url,))) as served,
+    ):
+        early = [asyncio.ensure_future(served.http.post(PATH, content=b"early")) for _ in range(3)]
+        await wait_until(_async(lambda: len(replica.requests) == 3))
+        for _ in early:
+            together.release()
+        assert [answer.status_code for answer in await asyncio.gather(*early)] == [200] * 3
+        assert (await served.http.post(PATH, content=b"late")).status_code == 503
+        assert [r.body for r in replica.requests].count(b"late") == 2
+
+
 @pytest.mark.parametrize("asgi_only", [False, True], ids=["front", "asgi"])
 async def test_a_kept_connection_that_breaks_sends_nothing_through_a_closed_gate(
     *, asgi_only: bool

@@ -7,8 +7,9 @@ from itertools import cycle
 from pathlib import Path
 
 from fleet.sim import SimFleet
-from tests.cases.conftest import nccl
+from tests.cases.conftest import UPDATE, check_error, nccl
 from tests.gateways.processes import gateways
+from tests.gateways.test_deaths import until_called
 from tests.waiting import wait_until
 
 
@@ -58,6 +59,29 @@ async def test_a_pause_at_one_gateway_is_resumed_at_another(redis_url: str, tmp_
         await there.ok("/resume")
         assert (await waiting).status_code == 200
         assert (await here.http.get("/is_paused")).json() == {"is_paused": False}
+
+
+async def test_a_reset_takes_for_silent_whoever_sits_in_a_collective_of_another_gateway(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """Who has answered there is not known here; the next init must not wait for a corpse."""
+    times = {"FLEET_TIMEOUTS__PROBE_TIMEOUT_S": "0.5"}
+    async with SimFleet(nccl(2)) as sim, gateways(sim, redis_url, tmp_path, 2, **times) as several:
+        here, there = several.case(0), several.case(1)
+        await here.first_sync("1")
+        await here.start()
+        for path in (UPDATE, "/weight_info"):
+            sim.replicas[1].faults.add(path, "hang", times=0)
+        hanging = asyncio.ensure_future(here.update())
+        await until_called(sim, UPDATE, 2)
+        said = await there.ok("/fleet/reset")
+        assert set(said["wedged"]) == {replica.id for replica in sim.replicas}
+        await there.await_states("fenced", "wedged")
+        assert (await there.init(2)).status_code == 200
+        await there.sync("2")
+        assert await there.states() == ["ready", "wedged"]
+        await sim.replicas[1].die()
+        check_error(await hanging, 409, "taken over")
 
 
 async def test_an_abort_reaches_what_another_gateway_holds_or_carries(

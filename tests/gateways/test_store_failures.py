@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from time import time
+from typing import Any
 
 import httpx
 import pytest
 
+from fleet.errors import StoreUnavailable
+from fleet.ledger import STATE
 from fleet.sim import SimFleet
-from tests.cases.conftest import UPDATE, Case, check_error, nccl, posts
+from tests.cases.conftest import UPDATE, Case, case_of, check_error, nccl, posts
 from tests.gateways.processes import gateways
 from tests.gateways.test_deaths import until_called
 from tests.redis_server import RedisServer
@@ -101,6 +104,21 @@ async def is_well(case: Case) -> bool:
     return (await case.fleet())["store"] is None
 
 
+async def test_what_changes_no_state_is_not_sent_either_while_the_store_is_away(
+    own_server: RedisServer, tmp_path: Path
+) -> None:
+    """Another gateway may have opened a session, in which it would do harm."""
+    async with SimFleet(nccl(2)) as sim, gateways(sim, own_server.url, tmp_path) as several:
+        here = several.case(0)
+        await here.first_sync("1")
+        here.forget_logs()
+        own_server.kill()
+        answer = await here.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"})
+        check_error(answer, 503)
+        assert answer.headers["Retry-After"]
+        assert here.all_sent() == [[], []]
+
+
 async def test_a_store_that_comes_back_empty_is_given_what_the_gateways_know(
     own_server: RedisServer, tmp_path: Path
 ) -> None:
@@ -151,6 +169,31 @@ async def test_a_store_that_is_away_for_a_moment_fails_no_round(
         assert [len(posts(r, UPDATE)) for r in sim.replicas] == [1, 1]
         assert (await case.finish("2")).status_code == 200
         assert await case.states() == ["ready", "ready"]
+
+
+async def test_a_write_whose_answer_was_lost_is_not_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was done, so a second one would find the round where it has not expected it."""
+    async with case_of(nccl(2)) as case:
+        assert (await case.init()).status_code == 200
+        assert (await case.start()).status_code == 200
+        store, lost = case.gateway.ledger.store, 0
+        swap = store.swap
+
+        async def swap_unheard(key: str, **words: Any) -> bool:
+            nonlocal lost
+            done = await swap(key, **words)
+            if key == STATE and b'"UpdateArrived"' in words["body"] and not lost:
+                lost += 1
+                raise StoreUnavailable("the store did not answer")
+            return done
+
+        monkeypatch.setattr(store, "swap", swap_unheard)
+        assert (await case.update()).status_code == 200
+        assert lost == 1
+        assert (await case.rounds())[0]["updates"] == 1
+        assert (await case.finish("1")).status_code == 200
 
 
 async def test_a_store_that_stays_away_in_mid_call_leaves_the_outcome_unknown_and_named(
