@@ -63,17 +63,17 @@ class InfoRoutes:
     async def models(self, _request: web.BaseRequest) -> web.Response:
         """GET /v1/models: the model, then its adapters."""
         base = self._options.model
-        cards = [self._card(base, None)]
-        cards += [self._card(name, base) for name in self._engine.loras]
+        cards = [self._card(base, base, None)]
+        cards += [self._card(name, path, base) for name, path in self._engine.loras.items()]
         return answer({"object": "list", "data": cards})
 
-    def _card(self, name: str, parent: str | None) -> dict[str, Any]:
+    def _card(self, name: str, root: str, parent: str | None) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": int(self._started),
             "owned_by": "vllm",
-            "root": name,
+            "root": root,
             "parent": parent,
             "max_model_len": self._options.max_model_len,
             "permission": [],
@@ -176,9 +176,11 @@ class InfoRoutes:
         body = await body_object(request)
         name, path = field(body, "lora_name", str), field(body, "lora_path", str)
         async with self._engine.core():
-            if name in self._engine.loras:
+            if name in self._engine.loras and not body.get("load_inplace"):
                 raise BadRequest(
-                    f"The lora adapter '{name}' has already been loaded.", kind="InvalidUserInput"
+                    f"The lora adapter '{name}' has already been loaded. If you want to load the "
+                    "adapter in place, set 'load_inplace' to True.",
+                    kind="InvalidUserInput",
                 )
             self._engine.loras[name] = path
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")

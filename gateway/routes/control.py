@@ -18,10 +18,11 @@ from fleet.facts.outcome import Outcome
 from fleet.facts.replica import Replica
 from fleet.facts.state import UNSET_VERSION
 from fleet.replicas.replica_client import Call
+from fleet.rules.adapters import excused, in_question, wish_of
 from fleet.rules.bodies import FinishBody, InitBody, UpdateBody, VersionBody, check_version, decode
 from gateway.aborting import abort
 from gateway.auth import Right
-from gateway.context import gateway_of
+from gateway.context import Gateway, gateway_of
 from gateway.desk import call_of, caller_of
 from gateway.routes.answers import field_of, items_of, table_of
 
@@ -395,13 +396,28 @@ async def _adapter(request: Request) -> Response:
 
     async def act(body: bytes) -> Any:
         call = Call("POST", request.url.path, request.url.query, body=body)
-        outcomes = await gateway.controls.broadcast(call, request.url.path)
-        first: Any = next((o.answer for o in outcomes.values() if o.ok), "")
+        outcomes = await _adapted(gateway, call, body)
+        first: Any = next((o.answer for o in outcomes.values() if o.answer is not None), "")
         if isinstance(first, dict):
             return {**first, **told(outcomes)}
         return PlainTextResponse(first if isinstance(first, str) else "")
 
     return await gateway.desk.serve(request, _json_object, act)
+
+
+async def _adapted(gateway: Gateway, call: Call, body: bytes) -> Outcomes:
+    """Make the call everywhere; who has refused it and has what was asked for has done it."""
+    try:
+        return await gateway.controls.broadcast(call, call.path)
+    except MemberFailed as error:
+        wish = wish_of(call.path, body)
+        if wish is None or not in_question(error.outcomes):
+            raise
+        models = await gateway.controls.ask_everyone(Call("GET", "/v1/models"))
+        outcomes = excused(error.outcomes, models, wish)
+        if in_question(outcomes):
+            raise
+        return outcomes
 
 
 @router.post("/collective_rpc")

@@ -95,7 +95,10 @@ async def test_adapters_are_listed_once_loaded(http: Http) -> None:
         assert (await http.post(replica, "/v1/load_lora_adapter", adapter))[0] == 200
         assert (await http.post(replica, "/v1/load_lora_adapter", adapter))[0] == 400
         _, models = await http.get(replica, "/v1/models")
-        assert [card["id"] for card in models["data"]] == ["sim", "a"]
+        shown = [(card["id"], card["root"], card["parent"]) for card in models["data"]]
+        assert shown == [("sim", "sim", None), ("a", "/a", "sim")]
+        again = adapter | {"load_inplace": True}
+        assert (await http.post(replica, "/v1/load_lora_adapter", again))[0] == 200
         assert (await http.post(replica, "/v1/unload_lora_adapter", {"lora_name": "a"}))[0] == 200
         assert (await http.post(replica, "/v1/unload_lora_adapter", {"lora_name": "a"}))[0] == 404
 
