@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.settings_model import Routing, RoutingPolicy
 from tests.cases.conftest import Case, case_of, check_error
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -36,6 +37,21 @@ async def test_an_adapter_is_loaded_again_where_it_is_missing(more: dict[str, bo
             "Success: LoRA adapter 'a' added successfully.",
         )
         assert loaded(case) == [{"a": "/a"}] * 3
+
+
+async def test_an_adapter_that_is_loaded_again_in_time_misses_no_rollout() -> None:
+    """A stale replica takes it, keeps it through the update, and serves it from the first."""
+    async with case_of(routing=Routing(policy=RoutingPolicy.ROUND_ROBIN)) as case:
+        await case.first_sync("1")
+        assert (await case.post(LOAD, ADAPTER)).status_code == 200
+        await case.replicas[1].restart()
+        await case.await_states("ready", "stale", "ready")
+        assert (await case.post(LOAD, ADAPTER)).status_code == 200
+        await case.first_sync("2")
+        rollout = {"model": "a", "prompt": "x", "max_tokens": 1}
+        answers = [await case.post("/v1/completions", rollout) for _ in case.replicas]
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.headers["X-Fleet-Replica"] for answer in answers}) == 3
 
 
 async def test_an_adapter_is_unloaded_where_it_is_left() -> None:
