@@ -118,11 +118,16 @@ async def test_health_stays_200_while_the_fleet_is_paused_updating_or_asleep() -
         assert (await case.init()).status_code == 200
         for path in ("/pause", "/resume", START):
             await case.ok(path)
-            assert (await case.http.get("/health")).status_code == 200
+            await _check_alive(case)
         assert (await case.update()).status_code == 200
         assert (await case.finish()).status_code == 200
         await case.ok("/sleep")
-        assert (await case.http.get("/health")).status_code == 200
+        await _check_alive(case)
+
+
+async def _check_alive(case: Case) -> None:
+    for path in ("/health", "/ping", "/livez", "/readyz"):
+        assert (await case.http.get(path)).status_code == 200, path
 
 
 async def test_the_weight_checker_speaks_for_all_replicas() -> None:
