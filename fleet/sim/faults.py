@@ -26,7 +26,8 @@ class Fault:
     `when`: ``before`` the call has an effect, ``after`` it (so the answer is lost, late or
     wrong), or ``during`` a streamed generation, once `tokens` tokens were sent.
 
-    `times` 0 means always.
+    `times` 0 means always. A rule that is counted, for an exact path, is not used up by a request
+    in a method that the path does not serve: gateways probe for routes in that way.
     """
 
     path: str
@@ -44,11 +45,11 @@ class Fault:
         if self.when not in get_args(When):
             raise ValueError(f"when must be one of {get_args(When)}, got {self.when!r}")
 
-    def matches(self, path: str) -> bool:
-        """Whether a request path falls under this rule."""
+    def matches(self, path: str, *, served: bool = True) -> bool:
+        """Whether a request path falls under this rule; `served` says that its method fits it."""
         if self.path.endswith("*"):
             return path.startswith(self.path[:-1])
-        return path == self.path
+        return path == self.path and (served or self.times == 0)
 
     def answer_body(self) -> Any:
         """The body for ``status`` and ``lie``; vLLM's error shape unless the rule has its own."""
@@ -82,9 +83,9 @@ class Faults:
         """Remove all rules; calls that hang already go on hanging."""
         self._rules.clear()
 
-    def take(self, path: str) -> Fault | None:
+    def take(self, path: str, *, served: bool = True) -> Fault | None:
         """The rule for a request that arrives, counted down; used-up rules go away."""
-        return self._first(lambda rule: rule.matches(path) and rule.when != "during")
+        return self._first(lambda rule: rule.matches(path, served=served) and rule.when != "during")
 
     def take_during(self, path: str, tokens: int) -> Fault | None:
         """The rule for a stream of which `tokens` tokens were sent."""

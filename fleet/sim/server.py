@@ -81,7 +81,8 @@ class SimServer:
         return call
 
     async def _with_faults(self, request: web.BaseRequest) -> web.StreamResponse:
-        fault = self._replica.faults.take(request.path)
+        routes = self._control.get(request.path) or self._open.get(request.path) or {}
+        fault = self._replica.faults.take(request.path, served=request.method in routes)
         if fault is None:
             return await self._dispatch(request)
         if fault.when == "before":

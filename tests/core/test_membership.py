@@ -195,7 +195,8 @@ def test_a_label_that_this_fleet_has_not_given_fences_at_the_second_look() -> No
 )
 def test_who_may_not_serve_may_name_what_it_likes(facts: dict[str, Any]) -> None:
     """A member of a round that failed in its finish, say, names a version that never was."""
-    before = replica("a", **({"holds": 3, "version": "7"} | facts))
+    current: dict[str, Any] = {"holds": 3, "version": "7"}
+    before = replica("a", **(current | facts))
     fleet = fleet_of(before, commit_index=3, weight_version="7")
     twice = after(observe(fleet, "a", FOREIGN, LATER), FOREIGN)
     assert (twice.fence, twice.holds) == (before.fence, before.holds)

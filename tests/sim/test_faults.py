@@ -24,6 +24,15 @@ async def test_status_fault_answers_in_the_calls_place(http: Http) -> None:
         assert await http.post(replica, "/pause") == (200, {"status": "paused"})
 
 
+async def test_a_probe_for_a_route_uses_up_no_fault_that_is_meant_for_the_call(http: Http) -> None:
+    """Gateways ask for control routes with GET, at moments that no test knows."""
+    async with SimFleet() as fleet:
+        replica = fleet.replicas[0]
+        replica.faults.add("/pause", "status")
+        assert (await http.get(replica, "/pause"))[0] == 405
+        assert (await http.post(replica, "/pause"))[0] == 500
+
+
 async def test_lie_is_a_200_that_says_error(http: Http) -> None:
     """A success by its status, a failure by its body."""
     async with SimFleet() as fleet:
