@@ -64,13 +64,13 @@ async def test_sleep_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
 
 async def test_a_weight_update_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     """Between its calls members are probed, inside a collective they are silent: both are fine."""
-    async with case_of(nccl(2), timeouts=fast(probe_s=0.05, probe_timeout_s=0.2)) as case:
+    async with case_of(nccl(2), timeouts=fast(probe_s=0.05, probe_timeout_s=0.5)) as case:
         await case.init()
         await case.start()
         await _probed(case)
         assert await case.states() == ["updating"] * 2
         for replica in case.replicas:
-            replica.faults.add(UPDATE, "delay", seconds=1.0)
+            replica.faults.add(UPDATE, "delay", seconds=1.5)
             replica.faults.add("/weight_info", "hang", times=0)
             replica.faults.add("/health", "hang", times=0)
         updating = asyncio.ensure_future(case.update())
@@ -86,9 +86,9 @@ async def test_a_weight_update_is_no_failure(caplog: pytest.LogCaptureFixture) -
 
 async def test_a_long_answer_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     """A replica may think for many probe times before its first byte."""
-    times = fast(probe_s=0.05, probe_timeout_s=0.1)
+    times = fast(probe_s=0.05, probe_timeout_s=0.5)
     async with case_of(nccl(1), timeouts=times) as case:
-        case.replicas[0].faults.add(COMPLETIONS, "delay", seconds=1.0, times=0)
+        case.replicas[0].faults.add(COMPLETIONS, "delay", seconds=1.5, times=0)
         answers = [asyncio.ensure_future(case.complete()) for _ in range(20)]
         while not all(answer.done() for answer in answers):
             assert await case.states() == ["ready"]
@@ -101,7 +101,7 @@ async def test_rollouts_that_are_never_answered_condemn_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As long as a replica answers its probes; others serve what comes, the client may give up."""
-    times = fast(probe_s=0.05, probe_timeout_s=0.2)
+    times = fast(probe_s=0.05, probe_timeout_s=1.0)
     async with case_of(nccl(2), timeouts=times) as case:
         case.replicas[0].faults.add(COMPLETIONS, "hang", times=0)
         calls = [asyncio.ensure_future(case.complete()) for _ in range(8)]
@@ -134,8 +134,8 @@ async def test_rollouts_of_a_killed_server_are_answered_by_another(
         assert {a.headers["X-Fleet-Replica"] for a in answers} == {case.replicas[0].id}
         found = await case.served.states()
         assert found == {case.replicas[0].id: "ready", url.removeprefix("http://"): "gone"}
-        assert sum("rollouts break" in told for told in _warnings(caplog)) == 1
-        assert sum("lost" in told for told in _warnings(caplog)) == 1
+        for what in ("rollouts break", "lost"):  # told, and not once for each of twenty rollouts
+            assert 1 <= sum(what in told for told in _warnings(caplog)) <= 3
 
 
 async def test_a_stopped_server_leaves_within_a_probe_and_its_rollouts_when_it_dies() -> None:
