@@ -37,7 +37,13 @@ from fleet.replicas.registry import Registry
 from fleet.replicas.replica_client import Call
 from fleet.rules.bodies import check_version
 from fleet.rules.explain import count_states, failure_kind
-from fleet.rules.membership import candidates_for, common_backend, marked, relabelled
+from fleet.rules.membership import (
+    candidates_for,
+    common_backend,
+    is_current,
+    marked,
+    relabelled,
+)
 from fleet.rules.resting import (
     asleep_again,
     clears,
@@ -46,6 +52,7 @@ from fleet.rules.resting import (
     paused,
     runs_on,
     wakes_wholly,
+    why_unread,
     woken,
 )
 
@@ -264,7 +271,7 @@ class Controls:
         with self._between(ROUND_OPEN, "update_weight_version", "finish or reset the round first"):
             state = self._ledger.state
             targets, outcomes = self._reachable(state)
-            current = [r for r in targets if _is_current(state, state.replicas[r])]
+            current = [r for r in targets if is_current(state, state.replicas[r])]
             outcomes |= {
                 r: skipped("not at the committed version") for r in set(targets) - set(current)
             }
@@ -323,7 +330,7 @@ class Controls:
         """
         what, hint = "weight_checker reset", "finish or reset the round first"
         with self._between(NEAR_SESSION, what, hint):
-            among = self._with_weights(what, _why_unread)
+            among = self._with_weights(what, lambda _, r: why_unread(r))
             fenced, _ = self._reachable(self._ledger.state)
             why = "weight_checker has reset its weights"
 
@@ -420,10 +427,10 @@ class Controls:
         targets: list[str] = []
         others: Outcomes = {}
         for replica in state.replicas.values():
-            if replica.known and replica.reachable and replica.refusal is None:
+            if replica.known and replica.reachable and replica.refused is None:
                 targets.append(replica.id)
             else:
-                why = replica.lost or replica.wedged or replica.refusal or "not probed yet"
+                why = replica.lost or replica.wedged or replica.refused or "not probed yet"
                 others[replica.id] = skipped(why)
         return targets, others
 
@@ -461,30 +468,13 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise BadInput(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
 
 
-def _is_current(state: FleetState, replica: Replica) -> bool:
-    return replica.holds == state.commit_index and replica.fence is None
-
-
-def _why_unread(state: FleetState, replica: Replica) -> str:
-    """Return why a call must not touch a replica's weights, empty if it may.
-
-    From sleep level 1 on they are not in the GPU's memory, and an engine that reaches for them dies
-    (vllm/device_allocator/cumem.py: sleep, 0.33). Level 0 leaves them where they are.
-    """
-    del state
-    sleep = replica.sleep
-    if sleep is None or sleep.level == 0 or "weights" in sleep.awake:
-        return ""
-    return f"its weights are asleep (level {sleep.level})"
-
-
 def _why_unlike(state: FleetState, replica: Replica) -> str:
     """Return why a replica's weights need not be the committed ones, empty if they must be."""
     if replica.barred is not None:
         return replica.barred
-    if not _is_current(state, replica):
+    if not is_current(state, replica):
         return "does not hold the committed version"
-    return _why_unread(state, replica)
+    return why_unread(replica)
 
 
 def _relabel_call(version: str) -> Call:

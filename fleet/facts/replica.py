@@ -100,6 +100,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     it booted with, before any commit); None means that nobody knows or that it missed one.
     `version` is the label it has been given or names, `named` what it has last named itself.
     `origin` is where discovery found it, `leaving` why discovery wants it to take no rollouts.
+    `same_as` is the replica that is this very server under another URL, and stands for it.
     `restarted_at` is when somebody was last asked to restart it. Times are seconds since the epoch.
     """
 
@@ -122,6 +123,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     session_open: bool = False
     origin: Origin | None = None
     leaving: str | None = None
+    same_as: str | None = None
     since: float = 0.0
     restarted_at: float = 0.0
 
@@ -129,6 +131,11 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def known(self) -> bool:
         """Whether probing has seen this server's topology."""
         return self.topology is not None
+
+    @property
+    def refused(self) -> str | None:
+        """Why it can never be a member as it is, None if it may: itself, or under this name."""
+        return self.refusal or (f"the same server as {self.same_as}" if self.same_as else None)
 
     @property
     def barred(self) -> str | None:
@@ -148,14 +155,14 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def may_join_group(self) -> bool:
         """Whether the next init takes this replica in; a full update heals stale and fenced."""
         leaves = self.draining or self.leaving is not None
-        return self.known and self.reachable and not leaves and self.refusal is None
+        return self.known and self.reachable and not leaves and self.refused is None
 
 
 def why_left_out(replica: Replica) -> str | None:
     """Return why the next init leaves this replica out, or None if it takes it."""
     if replica.may_join_group():
         return None
-    reasons = (replica.refusal, replica.wedged, replica.lost, replica.leaving)
+    reasons = (replica.refused, replica.wedged, replica.lost, replica.leaving)
     return next((r for r in reasons if r), "draining" if replica.draining else "not probed yet")
 
 
@@ -171,7 +178,7 @@ def state_of(
     checks: tuple[tuple[bool, ReplicaState, str], ...] = (
         (replica.lost is not None, ReplicaState.GONE, replica.lost or ""),
         (replica.wedged is not None, ReplicaState.WEDGED, replica.wedged or ""),
-        (replica.refusal is not None, ReplicaState.FENCED, replica.refusal or ""),
+        (replica.refused is not None, ReplicaState.FENCED, replica.refused or ""),
         (not replica.known, ReplicaState.JOINING, "not probed yet"),
         (replica.leaving is not None, ReplicaState.DRAINING, replica.leaving or ""),
         (replica.draining, ReplicaState.DRAINING, "an operator asked for it"),

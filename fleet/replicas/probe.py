@@ -3,7 +3,7 @@
 `identify` asks everything (topology, backend, instance, endpoints) and is made on first contact
 and whenever something looks different. `glance` asks only whether the engine lives and which
 version it names, and is made every second. `same_instance` tells a restart, before an init or a
-start.
+start; `start_time` one server from another that happens to tell the same instance.
 
 A server can be asked for an endpoint without calling it: GET on a POST-only path is 405 where the
 path exists and 404 where it does not (FastAPI, and so vLLM).
@@ -117,7 +117,7 @@ async def identify(client: ReplicaClient, url: str, placement: Placement) -> Obs
         refusal=await _refusal(client, url, info, is_paused_known=paused.ok),
         topology=topology_of(info.parallel_config or _Parallel(), size, placement),
         backend=transfer.backend if isinstance(transfer, _Transfer) else None,
-        instance=info.instance_id or await _start_time(client, url),
+        instance=info.instance_id or await _named_by_start(client, url),
         version=_version(version),
         paused=_field(paused, "is_paused", bool),
         asleep=await _asleep(client, url, paused),
@@ -209,10 +209,19 @@ def _server_info(body: bytes) -> _Config:
         return _Config()
 
 
-async def _start_time(client: ReplicaClient, url: str) -> str | None:
+async def start_time(client: ReplicaClient, url: str) -> str | None:
+    """Return when the server's process was started, in its own digits (seconds since the epoch).
+
+    Empty if its /metrics do not tell, None if there is no answer.
+    """
     body = await client.read(url, "/metrics")
     found = _START_TIME.search(body)
-    return f"{STARTED}{found.group(1).decode()}" if found else None
+    return (found.group(1).decode() if found else "") if body else None
+
+
+async def _named_by_start(client: ReplicaClient, url: str) -> str | None:
+    start = await start_time(client, url)
+    return f"{STARTED}{start}" if start else None
 
 
 def _why_lost(health: Outcome) -> str:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
 from time import monotonic, time
 
 import msgspec
 
-from fleet.errors import StoreUnavailable, UnknownReplica
+from fleet.errors import Refused, StoreUnavailable, UnknownReplica
 from fleet.facts.address import replica_id
 from fleet.facts.options import FleetOptions, Placement
 from fleet.facts.outcome import had_no_session
@@ -24,9 +25,16 @@ from fleet.facts.replica import Replica
 from fleet.facts.state import UNSET_VERSION, FleetState
 from fleet.ledger import Ledger
 from fleet.replicas.fanout import FanOut
-from fleet.replicas.probe import explain_silence, glance, identify, same_instance
+from fleet.replicas.probe import (
+    explain_silence,
+    glance,
+    identify,
+    same_instance,
+    start_time,
+)
 from fleet.replicas.replica_client import Call, ReplicaClient
 from fleet.replicas.restart import Restart
+from fleet.rules.doubles import Boot, busy_with, claims, let_in, stands_for, told_apart
 from fleet.rules.membership import (
     Observation,
     add_replica,
@@ -71,6 +79,7 @@ class Registry:
         self._store_was_empty = not ledger.state.replicas and ledger.state.commit_index == 0
         self._looking: set[str] = set()
         self._silent_since: dict[str, float] = {}
+        self._starts: dict[Boot, str] = {}
         self.swept = asyncio.Event()
         ledger.watch(self._forget_who_left)
 
@@ -91,6 +100,18 @@ class Registry:
         """Forget a replica; UnknownReplica if there is none."""
         self.find(replica)
         await self._ledger.amend(lambda state: remove_replica(state, replica))
+
+    async def admit(self, url: str) -> str:
+        """Add one replica after a close look at it, and return its id.
+
+        Refused, with nothing changed, if the fleet has this server under another name.
+        """
+        replica, now = replica_id(url), time()
+        there = self._ledger.state.replicas.get(replica)
+        found = there or Replica(id=replica, url=url, joined_at=now, since=now)
+        await self._look([found], _Look.CLOSELY, admitting=there is None)
+        _refuse_double(self._ledger.state.replicas.get(replica))
+        return replica
 
     def find(self, replica: str) -> Replica:
         """Return one replica's facts; UnknownReplica names those there are."""
@@ -223,31 +244,78 @@ class Registry:
         for replica in gone:
             del self._silent_since[replica]
         self._fan_out.forget(lambda replica: replica not in state.replicas)
+        instances = {r.id: r.instance for r in state.replicas.values()} if self._starts else {}
+        over = [boot for boot in self._starts if instances.get(boot[0], boot[1]) != boot[1]]
+        for boot in over:
+            del self._starts[boot]
 
-    async def _look(self, replicas: Iterable[Replica], how: _Look) -> list[str]:
-        """Look at these replicas and write down what was seen; return who was not seen in time."""
-        busy = self._fan_out.in_flight() | in_collective(self._ledger.state)
-        before = {r.id: r for r in replicas if r.id not in busy}
+    async def _look(
+        self, replicas: Iterable[Replica], how: _Look, *, admitting: bool = False
+    ) -> list[str]:
+        """Look at these replicas and write down what was seen; return who was not seen in time.
+
+        `admitting` adds them first, and raises Refused if one is the server of another.
+        """
+        replicas = tuple(replicas)
         began = self._ledger.state
-        looks = await self._fan_out.look(
-            {name: partial(self._observe, replica, how) for name, replica in before.items()}
-        )
-        seen = {name: look for name, look in looks.items() if look is not None}
+        busy = busy_with(began, self._fan_out.in_flight() | in_collective(began))
+        before = {r.id: r for r in replicas if r.id not in busy}
+        seen = await self._see(before, how)
+        others = {r.id: r for r in stands_for(began, _moved(before, seen)) if r.id not in before}
+        before |= others
+        seen |= await self._see(others, _Look.CLOSELY)
+        await self._read_starts(before, seen)
         now = time()
         is_first = self._store_was_empty and bool(seen)
         self._store_was_empty = self._store_was_empty and not is_first
 
         def change(state: FleetState) -> FleetState:
+            for newcomer in replicas if admitting else ():
+                state = add_replica(state, newcomer.url, newcomer.id, now)
             for replica, observation in seen.items():
                 fresh = _less_what_has_changed(observation, before[replica], began, state)
                 fresh = _less_honest_silence(fresh, replica, began, state)
                 state = observe(state, replica, fresh, now)
+            state = told_apart(let_in(state), self._starts)
+            for newcomer in replicas if admitting else ():
+                _refuse_double(state.replicas[newcomer.id])
             return adopt(state, now) if is_first else state
 
         after = await self._ledger.amend(change)
         for name, replica in before.items():
             _tell(replica, after.replicas.get(name))
         return [name for name in before if name not in seen]
+
+    async def _see(self, replicas: Mapping[str, Replica], how: _Look) -> dict[str, Observation]:
+        """Return what was seen of each, without those not seen in time."""
+        looks = await self._fan_out.look(
+            {name: partial(self._observe, replica, how) for name, replica in replicas.items()}
+        )
+        return {name: look for name, look in looks.items() if look is not None}
+
+    async def _read_starts(
+        self, before: Mapping[str, Replica], seen: Mapping[str, Observation]
+    ) -> None:
+        """Ask when their processes were started where two replicas tell one instance, once each.
+
+        Before what was seen is written down, so that no server counts twice in between.
+        """
+        there = {r.id: r for r in self._ledger.state.replicas.values() if r.lost is None}
+        known = {**before, **there}
+        told = {name: r.instance for name, r in there.items() if r.same_as is None}
+        told |= {name: look.instance for name, look in seen.items() if look.instance}
+        asked = claims(told) - self._starts.keys()
+        found = await self._fan_out.look(
+            {name: partial(self._read_start, known[name].url) for name, _ in asked}
+        )
+        answered = ((boot, found[boot[0]]) for boot in asked)
+        self._starts |= {boot: start for boot, start in answered if start is not None}
+
+    async def _read_start(self, url: str) -> str | None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RELOOK_S):
+                return await start_time(self._client, url)
+        return None
 
     async def _observe(self, replica: Replica, how: _Look) -> Observation | None:
         limit_s = self._options.deadlines.probe_s
@@ -329,6 +397,19 @@ def _less_honest_silence(
 
 def _updates(state: FleetState) -> int:
     return state.round.updates if state.round else 0
+
+
+def _moved(before: Mapping[str, Replica], seen: Mapping[str, Observation]) -> list[str]:
+    """Return who tells another instance than before."""
+    return [r for r, look in seen.items() if look.instance not in (None, before[r].instance)]
+
+
+def _refuse_double(replica: Replica | None) -> None:
+    if replica is not None and replica.same_as is not None:
+        raise Refused(
+            f"{replica.id} is the same server as {replica.same_as}, which is in the fleet",
+            hint="nothing was changed: a server counts once, under the name that was there first",
+        )
 
 
 def _looks_new(replica: Replica) -> bool:

@@ -25,6 +25,7 @@ from fleet.facts.state import (
     TrainerPause,
 )
 from fleet.rules.departed import recall, remember
+from fleet.rules.doubles import is_doubled, let_in
 from fleet.rules.wire import SPARSE_BACKENDS
 
 change = msgspec.structs.replace
@@ -90,14 +91,14 @@ def remove_replica(state: FleetState, replica: str) -> FleetState:
     if gone is None:
         return state
     left = {r: facts for r, facts in state.replicas.items() if r != replica}
-    return change(remember(state, gone), replicas=left)
+    return let_in(change(remember(state, gone), replicas=left))
 
 
 def observe(state: FleetState, replica: str, seen: Observation, now: float) -> FleetState:
     """Return the state after one observation of one replica; the same object if nothing changed."""
     before = state.replicas.get(replica)
-    if before is None:
-        return state
+    if before is None or (before.same_as is not None and seen.silent is not None):
+        return state  # a double is silent because its server is busy under the other name
     seen = _in_known_words(before, seen)
     if in_open_round(state, replica):
         # it may have looked just before the round's own pause
@@ -107,6 +108,7 @@ def observe(state: FleetState, replica: str, seen: Observation, now: float) -> F
     elif seen.silent is not None:
         after = change(before, lost=None, wedged=before.wedged or seen.silent)
     elif _restarted(before, seen):
+        state = _for_its_double(state, before)
         after = _merge(_reborn(before, state), seen)
     elif _is_doubtful(before, seen, state):
         after = _merge(_doubted(before, state, now), seen)
@@ -248,14 +250,18 @@ def candidates_for(state: FleetState, backend: str | None) -> tuple[list[Replica
     left_out: dict[str, str] = {}
     for replica in state.replicas.values():
         why = why_left_out(replica)
-        current = replica.holds == state.commit_index and replica.fence is None
-        if why is None and backend in SPARSE_BACKENDS and not current:
+        if why is None and backend in SPARSE_BACKENDS and not is_current(state, replica):
             why = f"{backend} patches the committed weights, which this replica does not hold"
         if why is None:
             taken.append(replica)
         else:
             left_out[replica.id] = why
     return taken, left_out
+
+
+def is_current(state: FleetState, replica: Replica) -> bool:
+    """Whether a replica is known to hold the committed weights."""
+    return replica.holds == state.commit_index and replica.fence is None
 
 
 def form_group(
@@ -301,6 +307,11 @@ def _lost_members(state: FleetState) -> dict[str, str]:
 def in_open_round(state: FleetState, replica: str) -> bool:
     """Whether a replica is a member of an open round."""
     return state.phase in ROUND_OPEN and replica in state.member_ids
+
+
+def _for_its_double(state: FleetState, before: Replica) -> FleetState:
+    """Remember a boot that another one has followed here, if it may live on under another name."""
+    return remember(state, before) if is_doubled(state, before.id) else state
 
 
 def _in_known_words(before: Replica, seen: Observation) -> Observation:

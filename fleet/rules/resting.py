@@ -114,3 +114,15 @@ def _wake(replica: Replica, answer: Any, tags: tuple[str, ...]) -> Replica:
 def _with_awake(sleep: Sleep, tags: tuple[str, ...]) -> Sleep:
     parts = (*sleep.awake, *(tags or ("weights", "kv_cache")))
     return change(sleep, awake=tuple(dict.fromkeys(parts)))
+
+
+def why_unread(replica: Replica) -> str:
+    """Return why a call must not touch a replica's weights, empty if it may.
+
+    From sleep level 1 on they are not in the GPU's memory, and an engine that reaches for them dies
+    (vllm/device_allocator/cumem.py: sleep, 0.33). Level 0 leaves them where they are.
+    """
+    sleep = replica.sleep
+    if sleep is None or sleep.level == 0 or "weights" in sleep.awake:
+        return ""
+    return f"its weights are asleep (level {sleep.level})"

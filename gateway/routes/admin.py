@@ -74,7 +74,10 @@ class _NewReplica(msgspec.Struct, frozen=True):
 
 @router.post("/replicas")
 async def add_replica(request: Request) -> Response:
-    """Add a replica by URL; it joins once a probe has seen it."""
+    """Add a replica by URL; it joins once a probe has seen it.
+
+    409 if it is a server that the fleet has under another name.
+    """
     gateway = gateway_of(request)
 
     def parse(body: bytearray) -> str:
@@ -82,11 +85,10 @@ async def add_replica(request: Request) -> Response:
 
     async def act(url: str) -> dict[str, Any]:
         try:
-            added = await gateway.registry.add([url])
+            added = await gateway.registry.admit(url)
         except ValueError as error:
             raise BadInput(str(error)) from error
-        await gateway.registry.verify(added)
-        return _one(gateway, added[0])
+        return _one(gateway, added)
 
     return await gateway.desk.serve(request, parse, act, right=Right.OPERATOR)
 

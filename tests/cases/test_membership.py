@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tests.cases.conftest import FINISH, START, UPDATE, Case, case_of, check_error, fast, nccl
+from tests.waiting import wait_until
 
 
 async def test_a_newcomer_between_init_and_start_blocks_nothing_and_is_announced() -> None:
@@ -45,16 +46,21 @@ async def test_a_newcomer_to_a_fleet_without_a_version_serves_at_once() -> None:
         assert (await case.ok("/fleet/replicas", {"url": newcomer.url}))["state"] == "ready"
 
 
-async def test_a_newcomer_that_is_removed_while_it_is_looked_at_is_unknown() -> None:
-    """Whoever added it hears what any call to a replica that is not there hears."""
-    async with case_of(nccl(1)) as case, asyncio.TaskGroup() as group:
-        newcomer = await case.sim.add()
-        newcomer.faults.add("/health", "delay", seconds=1)
-        adding = group.create_task(case.post("/fleet/replicas", {"url": newcomer.url}))
-        await case.await_states("ready", "joining")
-        assert (await case.http.delete(f"/fleet/replicas/{newcomer.id}")).is_success
+async def test_a_replica_that_is_removed_while_it_is_looked_at_is_unknown() -> None:
+    """Whoever adds it once more hears what any call to one that is not there hears, and it stays
+    removed; a newcomer is not there before it was looked at."""
+    async with case_of(nccl(2)) as case, asyncio.TaskGroup() as group:
+        looked_at = case.replicas[1]
+        looked_at.faults.add("/server_info", "delay", seconds=1)
+        adding = group.create_task(case.post("/fleet/replicas", {"url": looked_at.url}))
+
+        async def is_looked_at() -> bool:
+            return not looked_at.faults.as_json()
+
+        await wait_until(is_looked_at)
+        assert (await case.http.delete(f"/fleet/replicas/{looked_at.id}")).is_success
         assert not adding.done()
-        check_error(await adding, 404, f"no replica '{newcomer.id}'")
+        check_error(await adding, 404, f"no replica '{looked_at.id}'")
 
 
 async def test_a_server_that_does_not_tell_its_instance_for_once_keeps_its_fence() -> None:
