@@ -126,3 +126,11 @@ def test_a_double_is_silent_for_its_server() -> None:
     state = pair()
     assert busy_with(state, {"a"}) == {"a", "b"}
     assert observe(state, "b", Observation(silent="its engine is silent"), NOW) is state
+
+
+def test_a_double_is_not_blamed_for_the_label_that_its_server_is_given() -> None:
+    """In a finish the server names the next version before the fleet has committed it."""
+    state = pair()
+    for _ in range(3):
+        state = observe(state, "b", Observation(version="next"), NOW)
+    assert state.replicas["b"].fence is None
