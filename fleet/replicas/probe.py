@@ -42,7 +42,7 @@ _START_TIME = re.compile(rb"^process_start_time_seconds(?:\{[^}]*\})? (\S+)$", r
 
 
 class _Parallel(msgspec.Struct, frozen=True):
-    """The part of vllm/config/parallel.py that layout needs (0.32)."""
+    """The part of vllm/config/parallel.py that layout and restart detection need (0.32)."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -54,6 +54,7 @@ class _Parallel(msgspec.Struct, frozen=True):
     data_parallel_rpc_port: int = 0
     data_parallel_external_lb: bool = False
     data_parallel_hybrid_lb: bool = False
+    api_processes: int = msgspec.field(default=1, name="_api_process_count")
 
 
 class _Transfer(msgspec.Struct, frozen=True):
@@ -117,7 +118,7 @@ async def identify(client: ReplicaClient, url: str, placement: Placement) -> Obs
         refusal=await _refusal(client, url, info, is_paused_known=paused.ok),
         topology=topology_of(info.parallel_config or _Parallel(), size, placement),
         backend=transfer.backend if isinstance(transfer, _Transfer) else None,
-        instance=info.instance_id or await _named_by_start(client, url),
+        instance=await _instance(client, url, info),
         version=_version(version),
         paused=_field(paused, "is_paused", bool),
         asleep=await _asleep(client, url, paused),
@@ -217,6 +218,17 @@ async def start_time(client: ReplicaClient, url: str) -> str | None:
     body = await client.read(url, "/metrics")
     found = _START_TIME.search(body)
     return (found.group(1).decode() if found else "") if body else None
+
+
+async def _instance(client: ReplicaClient, url: str, info: _Config) -> str | None:
+    """Return what tells this boot from any other, None if nothing does.
+
+    Several API processes behind one port each name an instance of their own, and which of them
+    answers is chance (vllm/entrypoints/launchers/api_server/entry.py, 0.33).
+    """
+    if info.parallel_config is not None and info.parallel_config.api_processes > 1:
+        return None
+    return info.instance_id or await _named_by_start(client, url)
 
 
 async def _named_by_start(client: ReplicaClient, url: str) -> str | None:

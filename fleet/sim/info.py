@@ -25,6 +25,7 @@ class InfoRoutes:
         self._engine = engine
         self._options = engine.options
         self._started = time.time()
+        self._answered = 0
 
     def routes(self) -> Routes:
         """Path to method to handler."""
@@ -85,13 +86,14 @@ class InfoRoutes:
         running = sum(request.admitted for request in requests)
         label = f'{{engine="0",model_name="{self._options.model}"}}'
         lines = [
-            "# TYPE process_start_time_seconds gauge",
-            f"process_start_time_seconds {self._started}",
             "# TYPE vllm:num_requests_running gauge",
             f"vllm:num_requests_running{label} {float(running)}",
             "# TYPE vllm:num_requests_waiting gauge",
             f"vllm:num_requests_waiting{label} {float(len(requests) - running)}",
         ]
+        if self._options.api_processes == 1:  # several of them tell of no process
+            lines += ["# TYPE process_start_time_seconds gauge"]
+            lines += [f"process_start_time_seconds {self._started}"]
         return web.Response(
             text="\n".join(lines) + "\n",
             headers={"Content-Type": "text/plain; version=1.0.0; charset=utf-8"},
@@ -126,8 +128,14 @@ class InfoRoutes:
             "cache_config": {"block_size": self._options.block_size},
             "parallel_config": self._parallel(),
             "weight_transfer_config": {"backend": self._options.backend},
-            "instance_id": self._engine.instance_id,
+            "instance_id": self._instance(),
         }
+
+    def _instance(self) -> str:
+        if self._options.api_processes == 1:
+            return self._engine.instance_id
+        self._answered += 1
+        return f"{self._engine.instance_id}-{self._answered % self._options.api_processes}"
 
     def _parallel(self) -> dict[str, Any]:
         options, index = self._options, self._engine.index
@@ -149,6 +157,7 @@ class InfoRoutes:
             "enable_expert_parallel": options.topology == "moe_dp",
             "world_size": workers,
             "world_size_across_dp": workers * dp_size,
+            "_api_process_count": options.api_processes,
             "rank": 0,
         }
 

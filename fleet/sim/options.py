@@ -26,7 +26,8 @@ class SimOptions:
     every server reports the world size of all of them.
 
     `weight_endpoints` False leaves out the weight transfer routes, as a server without vLLM's
-    development mode does. `draft_model` and `lora` say whether those are configured.
+    development mode does. `draft_model` and `lora` say whether those are configured. Of several
+    `api_processes` each names an instance of its own, and one after the other answers.
     """
 
     replicas: int = 1
@@ -53,6 +54,7 @@ class SimOptions:
     draft_model: bool = True
     lora: bool = True
     vllm_version: str = "0.32.0+sim"
+    api_processes: int = 1
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

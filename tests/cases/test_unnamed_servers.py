@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from fleet.sim import SimFleet
 from gateway.settings_model import Settings
-from tests.cases.conftest import Case, fast, nccl
+from tests.cases.conftest import Case, case_of, fast, nccl
 from tests.gateway.serving import serve
 from tests.waiting import wait_until
 
@@ -59,3 +59,16 @@ async def test_case_7_a_member_that_was_away_between_init_and_start_blocks_the_s
         await case.await_states("ready", "ready", "ready")
         assert (await case.start()).status_code == 409
         await case.first_sync("1")
+
+
+async def test_a_server_whose_api_processes_each_name_an_instance_is_one_server() -> None:
+    """Which of them answers is chance: that is no restart, and its rounds go on as any other's."""
+    async with case_of(nccl(2, api_processes=3)) as case:
+        await case.first_sync("1")
+        for version in ("2", "3", "4"):
+            await case.sync(version)
+        assert await case.states() == ["ready", "ready"]
+        await case.replicas[0].restart()
+        await case.await_states("stale", "ready")
+        await case.first_sync("5")
+        assert await case.states() == ["ready", "ready"]
