@@ -139,7 +139,6 @@ async def open_gateway(settings: Settings) -> AsyncGenerator[Gateway]:
         task_owner() as owner,
     ):
         gateway = await _assemble(settings, options, store, client, owner)
-        await gateway.ledger.settled()
         await gateway.peers.beat()
         await gateway.registry.add(settings.replicas)
         if source is None and not gateway.ledger.state.replicas:
@@ -172,6 +171,7 @@ async def _assemble(
     ledger.settle_s = options.lease_s + ANSWER_TIMEOUT_S
     # A heartbeat that is about to time out, its second attempt, and the next one.
     ledger.patience_s = settings.timeouts.lease_renew_s + 2 * ANSWER_TIMEOUT_S
+    await ledger.settled()  # before anybody draws conclusions from an empty state
     gate = RolloutGate(settings.gate, settings.routing.policy, settings.min_replicas)
     ledger.watch(gate.follow)
     journal = Journal(store)

@@ -45,13 +45,17 @@ async def test_a_gateway_that_slept_does_not_bring_an_old_version_back(tmp_path:
 async def test_a_gateway_that_starts_on_a_store_just_lost_waits_for_who_knows_it(
     tmp_path: Path,
 ) -> None:
-    """It writes no first state of its own: generation and version never go back, for no moment."""
+    """It writes no first state of its own: generation and version never go back, for no moment.
+
+    Nor does it take the pause of the round that is open there for a trainer's, which would stay.
+    """
     redis = RedisServer(tmp_path)
     redis.start()
     try:
         async with SimFleet(nccl(2)) as sim, gateways(sim, redis.url, tmp_path, 1) as several:
             knows = several.case(0)
             await knows.first_sync("1")
+            assert (await knows.start()).status_code == 200
             before = await knows.fleet()
             several.all[0].freeze()
             redis.kill()
@@ -64,8 +68,11 @@ async def test_a_gateway_that_starts_on_a_store_just_lost_waits_for_who_knows_it
             several.all[0].thaw()
             await fresh
             after = await several.case(1).fleet()
-            told = ("generation", "weight_version")
+            told = ("generation", "weight_version", "phase", "pause")
             assert [after[what] for what in told] == [before[what] for what in told]
+            await several.case(1).update()
+            assert (await several.case(1).finish("2")).status_code == 200
+            assert (await several.case(1).complete()).headers["X-Weight-Version"] == "2"
     finally:
         redis.kill()
 
