@@ -204,9 +204,8 @@ class Controls:
             await self._shut_gate("sleep", get_up(targets))
             outcomes |= await self._send_sleep(before, targets, level, mode)
             awake = await self._who_does_not_sleep(targets, outcomes)
-            await self._note("sleep", get_up(awake))
             asleep = [r for r in targets if r not in awake]
-            await self._note("sleep", lambda s: asleep_again(s, asleep, sleep))
+            await self._note("sleep", lambda s: asleep_again(get_up(awake)(s), asleep, sleep))
             self._raise_if_failed("sleep", outcomes)
             return outcomes
 
