@@ -16,6 +16,7 @@ from fleet.rules.membership import (
     candidates_for,
     common_backend,
     marked,
+    may_run,
     membership,
 )
 from fleet.rules.parts import completed, ids_of
@@ -97,13 +98,7 @@ def _waits(state: FleetState) -> str | None:
 
 def _needs_trainer(replica: Replica, state: FleetState) -> bool:
     """Whether only an init or a full update brings this replica to serve again."""
-    return replica.wedged is not None or (
-        replica.may_join_group() and not _is_current(replica, state)
-    )
-
-
-def _is_current(replica: Replica, state: FleetState) -> bool:
-    return replica.barred is None and replica.holds == state.commit_index
+    return replica.wedged is not None or (replica.may_join_group() and not may_run(state, replica))
 
 
 def _silent(state: FleetState) -> tuple[list[str], list[str]]:
@@ -146,7 +141,7 @@ def _counted(state: FleetState) -> Membership:
 
 def _needs_full(state: FleetState) -> bool:
     taken, _ = _joinable(state)
-    return any(not _is_current(r, state) for r in taken)
+    return any(not may_run(state, r) for r in taken)
 
 
 def _left_out(state: FleetState, away: list[str]) -> str:

@@ -159,7 +159,7 @@ def relabelled(state: FleetState, replicas: Iterable[str], version: str) -> Flee
     One that restarted while its label was on the way, say, does not hold them any more.
     """
     known = (state.replicas[r] for r in replicas if r in state.replicas)
-    holders = [r.id for r in known if r.holds == state.commit_index and r.fence is None]
+    holders = [r.id for r in known if is_current(state, r)]
     state = change(state.with_commit(version), naming=None)
     return marked(state, holders, holds=state.commit_index, version=version)
 
@@ -264,6 +264,11 @@ def is_current(state: FleetState, replica: Replica) -> bool:
     return replica.holds == state.commit_index and replica.fence is None
 
 
+def may_run(state: FleetState, replica: Replica) -> bool:
+    """Whether nothing but a pause, a sleep or a loss keeps a replica from serving what it holds."""
+    return is_current(state, replica) and replica.barred is None
+
+
 def form_group(
     state: FleetState,
     candidates: list[Replica],
@@ -348,9 +353,10 @@ def _is_doubtful(before: Replica, seen: Observation, state: FleetState) -> bool:
 
 def _contradicts(before: Replica, seen: Observation, state: FleetState) -> bool:
     """Whether a server that may serve names a version which this fleet has not given it."""
-    may_serve = before.barred is None and before.holds == state.commit_index
     given = (None, UNSET_VERSION, before.version, state.weight_version, state.naming)
-    return may_serve and seen.version not in given and not in_open_round(state, before.id)
+    if not may_run(state, before) or in_open_round(state, before.id):
+        return False
+    return seen.version not in given
 
 
 def _unless_named_once(before: Replica, after: Replica) -> Replica:
